@@ -1,0 +1,2 @@
+//! The `rollout` command.
+fn main() {}
