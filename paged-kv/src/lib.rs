@@ -1,1 +1,15 @@
 //! Page table and paged KV cache for language-model inference: reserve, erase, fork with copy on write.
+#![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
+#![cfg_attr(feature = "cuda", deny(unsafe_code))]
+
+mod cache;
+mod error;
+mod ids;
+mod layout;
+mod table;
+
+pub use cache::{KvCache, KvSlice, KvView};
+pub use error::Error;
+pub use ids::{PageId, Slot};
+pub use layout::{KvDtype, KvLayout};
+pub use table::{IntegrityError, PageCopy, PageTable, PageTableConfig, Reservation};

@@ -1,0 +1,626 @@
+//! The page table: which pages of the pool hold which part of which sequence.
+
+mod integrity;
+mod shared;
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::{Error, PageId, Slot};
+
+pub use integrity::IntegrityError;
+
+/// Sizes of a [`PageTable`]. Both counts include the reserved page 0 and slot 0: a batch of 64 sequences needs
+/// 65 slots, a pool of 1,000 usable pages needs 1,001 pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageTableConfig {
+    /// Pages of the pool, page 0 included. At least 2, at most `i32::MAX` (rows hold i32).
+    pub n_pages: usize,
+    /// Tokens in a page. At least 1.
+    pub page_size: usize,
+    /// Rows of the table, slot 0 included. At least 2.
+    pub n_slots: usize,
+    /// Pages that one row can map; a sequence holds at most `max_pages_per_slot * page_size` tokens.
+    pub max_pages_per_slot: usize,
+}
+
+/// A copy that must be made in the KV cache before the slot is written to: the first `tokens` entries of page
+/// `src`, in every layer and head, to the same places of page `dst`.
+///
+/// Make copies in the order in which the table returned them, each before any later write to the cache:
+/// afterwards `src` may be written by its other owner, or be freed and written by a new one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PageCopy {
+    /// The page to read.
+    pub src: PageId,
+    /// The page to write.
+    pub dst: PageId,
+    /// Entries to copy, from the page's first.
+    pub tokens: usize,
+}
+
+/// What [`PageTable::reserve`] did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[must_use = "a copy must be made before the slot is written to"]
+pub struct Reservation {
+    /// Pages appended to the slot's row. The destination of `copy` is not counted: it replaced a page.
+    pub new_pages: usize,
+    /// The copy on write that is due, if the next token goes into a page that another owner still reads.
+    pub copy: Option<PageCopy>,
+}
+
+/// Slots, pages, and who owns what. See the [crate's documentation](crate) for an introduction.
+#[derive(Clone)]
+pub struct PageTable {
+    config: PageTableConfig,
+    pages: Vec<PageState>,
+    slots: Vec<SlotState>,
+    /// `[n_slots, max_pages_per_slot]`: the page ids of each slot in logical order, then `UNMAPPED`.
+    rows: Vec<i32>,
+    /// Stacks, so that a page or slot given back last is taken first.
+    free_pages: Vec<PageId>,
+    free_slots: Vec<Slot>,
+    /// Slots whose row changed since the last drain; `SlotState::dirty` keeps each in here once.
+    dirty: Vec<Slot>,
+}
+
+/// Entry of a row that maps no page.
+const UNMAPPED: i32 = -1;
+/// `PageState::logical` of a free page.
+const NO_LOGICAL: u32 = u32::MAX;
+
+#[derive(Clone, Copy)]
+struct PageState {
+    /// Slots whose row holds the page.
+    owners: u32,
+    /// Holds on the page from outside any slot.
+    retains: u32,
+    /// Which page of its sequence this is: the column at which every owner's row holds it.
+    logical: u32,
+    /// Entries written. Every owner agrees on it: whoever would write further gets a copy first.
+    written: u32,
+}
+
+#[derive(Clone, Copy)]
+struct SlotState {
+    live: bool,
+    dirty: bool,
+    /// Entries of the row that map a page.
+    pages: usize,
+    /// Tokens written.
+    len: usize,
+}
+
+const FREE_PAGE: PageState = PageState {
+    owners: 0,
+    retains: 0,
+    logical: NO_LOGICAL,
+    written: 0,
+};
+const DEAD_SLOT: SlotState = SlotState {
+    live: false,
+    dirty: false,
+    pages: 0,
+    len: 0,
+};
+
+impl PageTable {
+    /// A table whose pages and slots are all free.
+    ///
+    /// Memory: `4 * n_slots * max_pages_per_slot + 20 * n_pages + 32 * n_slots` bytes, taken here once; no
+    /// other operation allocates.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] names the field that cannot work; [`Error::SizeOverflow`] and
+    /// [`Error::OutOfMemory`] come before any memory is used. Panics: none.
+    pub fn new(config: PageTableConfig) -> Result<Self, Error> {
+        let PageTableConfig {
+            n_pages,
+            page_size,
+            n_slots,
+            max_pages_per_slot,
+        } = config;
+        in_range("n_pages", n_pages, 2, i32::MAX as u64)?;
+        in_range("page_size", page_size, 1, u64::from(u32::MAX))?;
+        in_range("n_slots", n_slots, 2, i32::MAX as u64)?;
+        in_range("max_pages_per_slot", max_pages_per_slot, 1, i32::MAX as u64)?;
+        let overflow = |what| move || Error::SizeOverflow { what };
+        n_pages.checked_mul(page_size).ok_or_else(overflow("page pool"))?;
+        max_pages_per_slot
+            .checked_mul(page_size)
+            .ok_or_else(overflow("longest sequence"))?;
+        let n_entries = n_slots
+            .checked_mul(max_pages_per_slot)
+            .ok_or_else(overflow("page table"))?;
+
+        let mut pages = vec_with_capacity("pages of the page table", n_pages)?;
+        pages.resize(n_pages, FREE_PAGE);
+        let mut slots = vec_with_capacity("slots of the page table", n_slots)?;
+        slots.resize(
+            n_slots,
+            SlotState {
+                dirty: true,
+                ..DEAD_SLOT
+            },
+        );
+        let mut rows = vec_with_capacity("rows of the page table", n_entries)?;
+        rows.resize(max_pages_per_slot, PageId::RESERVED.index() as i32);
+        rows.resize(n_entries, UNMAPPED);
+        let mut free_pages = vec_with_capacity("free pages of the page table", n_pages)?;
+        free_pages.extend((1..n_pages as u32).rev().map(PageId::new));
+        let mut free_slots = vec_with_capacity("free slots of the page table", n_slots)?;
+        free_slots.extend((1..n_slots as u32).rev().map(Slot::new));
+        // A mirror that follows `drain_dirty` alone is right from its first drain on.
+        let mut dirty = vec_with_capacity("dirty slots of the page table", n_slots)?;
+        dirty.extend((0..n_slots as u32).map(Slot::new));
+        Ok(Self {
+            config,
+            pages,
+            slots,
+            rows,
+            free_pages,
+            free_slots,
+            dirty,
+        })
+    }
+
+    /// The sizes the table was made with.
+    pub fn config(&self) -> &PageTableConfig {
+        &self.config
+    }
+
+    /// Tokens in a page.
+    #[inline]
+    pub fn page_size(&self) -> usize {
+        self.config.page_size
+    }
+
+    /// Pages of the pool, page 0 included.
+    pub fn n_pages(&self) -> usize {
+        self.config.n_pages
+    }
+
+    /// Rows of the table, slot 0 included.
+    pub fn n_slots(&self) -> usize {
+        self.config.n_slots
+    }
+
+    /// Tokens that one slot can hold at most: `max_pages_per_slot * page_size`.
+    pub fn max_len(&self) -> usize {
+        self.config.max_pages_per_slot * self.config.page_size
+    }
+
+    /// Pages that nobody holds.
+    pub fn free_pages(&self) -> usize {
+        self.free_pages.len()
+    }
+
+    /// Slots that are not allocated.
+    pub fn free_slots(&self) -> usize {
+        self.free_slots.len()
+    }
+
+    /// Takes a free slot. It holds no pages yet.
+    ///
+    /// # Errors
+    /// [`Error::OutOfSlots`]. Panics: none.
+    pub fn allocate_slot(&mut self) -> Result<Slot, Error> {
+        let slot = self.free_slots.pop().ok_or(Error::OutOfSlots {
+            n_slots: self.config.n_slots,
+        })?;
+        self.slots[slot.index()].live = true;
+        Ok(slot)
+    }
+
+    /// Free pages that [`reserve`](Self::reserve) of the same arguments would take, a copy's destination
+    /// included. To reserve for several slots in a step, compare the sum with [`free_pages`](Self::free_pages);
+    /// the sum is an upper bound, since a page stops being shared when all owners but one have their copy.
+    ///
+    /// # Errors
+    /// What `reserve` returns, except [`Error::OutOfPages`]. Panics: none.
+    pub fn pages_needed(&self, slot: Slot, len: usize) -> Result<usize, Error> {
+        self.plan(slot, len)
+            .map(|plan| plan.new_pages + usize::from(plan.shared_tail.is_some()))
+    }
+
+    /// Whether [`reserve`](Self::reserve) of the same arguments would succeed now. Panics: none.
+    pub fn can_reserve(&self, slot: Slot, len: usize) -> bool {
+        self.pages_needed(slot, len)
+            .is_ok_and(|needed| needed <= self.free_pages.len())
+    }
+
+    /// Makes the slot able to hold `len` tokens in total, those already written included. Never shrinks.
+    ///
+    /// If `len` is more than the written length and the next token goes into a page that a [`fork`](Self::fork)
+    /// shares, the slot gets a page of its own instead, and the [`PageCopy`] that fills it is returned.
+    ///
+    /// # Errors
+    /// [`Error::OutOfPages`], [`Error::SequenceTooLong`], and those of a bad slot ([`Error::ReservedSlot`],
+    /// [`Error::NoSuchSlot`], [`Error::DeadSlot`]). Panics: none.
+    pub fn reserve(&mut self, slot: Slot, len: usize) -> Result<Reservation, Error> {
+        let Plan {
+            new_pages,
+            shared_tail,
+        } = self.plan(slot, len)?;
+        let needed = new_pages + usize::from(shared_tail.is_some());
+        let free = self.free_pages.len();
+        if needed > free {
+            return Err(Error::OutOfPages { slot, needed, free });
+        }
+        if needed == 0 {
+            return Ok(Reservation::default());
+        }
+
+        let row_start = slot.index() * self.config.max_pages_per_slot;
+        // The pages leave the stack from its top; the slice is truncated after they are entered.
+        let mut taken = free;
+        let copy = shared_tail.map(|(column, src)| {
+            taken -= 1;
+            let dst = self.free_pages[taken];
+            let shared = &mut self.pages[src.index()];
+            shared.owners -= 1;
+            let tokens = shared.written;
+            self.pages[dst.index()] = PageState {
+                owners: 1,
+                retains: 0,
+                logical: column as u32,
+                written: tokens,
+            };
+            self.rows[row_start + column] = dst.index() as i32;
+            PageCopy {
+                src,
+                dst,
+                tokens: tokens as usize,
+            }
+        });
+        let first = self.slots[slot.index()].pages;
+        for column in first..first + new_pages {
+            taken -= 1;
+            let page = self.free_pages[taken];
+            self.pages[page.index()] = PageState {
+                owners: 1,
+                logical: column as u32,
+                ..FREE_PAGE
+            };
+            self.rows[row_start + column] = page.index() as i32;
+        }
+        self.free_pages.truncate(taken);
+        self.slots[slot.index()].pages = first + new_pages;
+        self.mark_dirty(slot);
+        Ok(Reservation { new_pages, copy })
+    }
+
+    /// Whether [`fork`](Self::fork) of the slot would succeed now. Panics: none.
+    pub fn can_fork(&self, slot: Slot) -> bool {
+        self.live(slot).is_ok() && !self.free_slots.is_empty()
+    }
+
+    /// A new slot with the same tokens. It shares the pages that cover the written length; no page is taken or
+    /// copied now. Capacity that the parent reserved past those pages stays the parent's alone.
+    ///
+    /// If the last shared page is partly written, either side must [`reserve`](Self::reserve) (again) before it
+    /// writes, and the first to do so gets the copy. [`advance`](Self::advance) refuses to be called without.
+    ///
+    /// # Errors
+    /// [`Error::OutOfSlots`], and those of a bad slot. Panics: none.
+    pub fn fork(&mut self, slot: Slot) -> Result<Slot, Error> {
+        let len = self.live(slot)?.len;
+        let child = self.allocate_slot()?;
+        let n_shared = len.div_ceil(self.config.page_size);
+        let parent_start = slot.index() * self.config.max_pages_per_slot;
+        let child_start = child.index() * self.config.max_pages_per_slot;
+        self.rows
+            .copy_within(parent_start..parent_start + n_shared, child_start);
+        for &page in &self.rows[child_start..child_start + n_shared] {
+            self.pages[page as usize].owners += 1;
+        }
+        let state = &mut self.slots[child.index()];
+        state.len = len;
+        state.pages = n_shared;
+        if n_shared > 0 {
+            self.mark_dirty(child);
+        }
+        Ok(child)
+    }
+
+    /// Records that `n` more tokens are written.
+    ///
+    /// # Errors
+    /// [`Error::NotReserved`] past the capacity; [`Error::PageShared`] if the slot was forked after its last
+    /// `reserve`; those of a bad slot. Panics: none.
+    pub fn advance(&mut self, slot: Slot, n: usize) -> Result<(), Error> {
+        let SlotState { len, .. } = *self.live(slot)?;
+        let end = len.saturating_add(n);
+        self.check_writable(slot, len..end)?;
+        if n == 0 {
+            return Ok(());
+        }
+        let page_size = self.config.page_size;
+        let row_start = slot.index() * self.config.max_pages_per_slot;
+        for column in len / page_size..end.div_ceil(page_size) {
+            let page = self.rows[row_start + column] as usize;
+            self.pages[page].written = (end - column * page_size).min(page_size) as u32;
+        }
+        self.slots[slot.index()].len = end;
+        Ok(())
+    }
+
+    /// Gives the slot back, and every page that nobody else holds. The slot's row is cleared.
+    ///
+    /// # Errors
+    /// [`Error::DeadSlot`] if it is erased already; those of a bad slot. Panics: none.
+    pub fn erase(&mut self, slot: Slot) -> Result<(), Error> {
+        let SlotState { pages: n_pages, .. } = *self.live(slot)?;
+        let row_start = slot.index() * self.config.max_pages_per_slot;
+        // Backwards, so that the next sequence takes the pages in the order this one had them.
+        for entry in (row_start..row_start + n_pages).rev() {
+            let page = PageId::new(self.rows[entry] as u32);
+            self.rows[entry] = UNMAPPED;
+            self.pages[page.index()].owners -= 1;
+            self.free_if_unused(page);
+        }
+        let state = &mut self.slots[slot.index()];
+        *state = SlotState {
+            dirty: state.dirty,
+            ..DEAD_SLOT
+        };
+        self.free_slots.push(slot);
+        if n_pages > 0 {
+            self.mark_dirty(slot);
+        }
+        Ok(())
+    }
+
+    /// Whether the slot is allocated. False for slot 0 and for slots outside the table. Panics: none.
+    pub fn is_live(&self, slot: Slot) -> bool {
+        self.live(slot).is_ok()
+    }
+
+    /// The allocated slots, in ascending order.
+    pub fn live_slots(&self) -> impl Iterator<Item = Slot> + '_ {
+        let live = self.slots.iter().enumerate().filter(|(_, state)| state.live);
+        live.map(|(index, _)| Slot::new(index as u32))
+    }
+
+    /// Tokens written to the slot.
+    ///
+    /// # Errors
+    /// Those of a bad slot. Panics: none.
+    pub fn len(&self, slot: Slot) -> Result<usize, Error> {
+        self.live(slot).map(|state| state.len)
+    }
+
+    /// Tokens that the slot's pages hold: its pages times the page size.
+    ///
+    /// # Errors
+    /// Those of a bad slot. Panics: none.
+    pub fn capacity(&self, slot: Slot) -> Result<usize, Error> {
+        self.live(slot).map(|state| state.pages * self.config.page_size)
+    }
+
+    /// The slot's pages in logical order.
+    ///
+    /// # Errors
+    /// Those of a bad slot. Panics: none.
+    pub fn pages(&self, slot: Slot) -> Result<impl ExactSizeIterator<Item = PageId> + '_, Error> {
+        let n_pages = self.live(slot)?.pages;
+        Ok(self.row(slot)[..n_pages]
+            .iter()
+            .map(|&page| PageId::new(page as u32)))
+    }
+
+    /// Where the cache keeps the token at `position` of the slot's sequence: `page * page_size + offset`.
+    ///
+    /// `None` past the slot's capacity and for a slot that is not allocated. For slot 0, whose row maps every
+    /// page to page 0, the place is in page 0. To write, use [`write_positions`](Self::write_positions), which
+    /// refuses shared pages. Panics: none.
+    #[inline]
+    pub fn physical(&self, slot: Slot, position: usize) -> Option<usize> {
+        let page_size = self.config.page_size;
+        let (column, offset) = (position / page_size, position % page_size);
+        let page = *self.row(slot).get(column)?;
+        (page >= 0).then(|| page as usize * page_size + offset)
+    }
+
+    /// Appends to `out` the places of the positions `range` of the slot's sequence, for writing.
+    ///
+    /// # Errors
+    /// [`Error::NotReserved`] past the capacity; [`Error::PageShared`] if a position lies in a page that
+    /// another owner still reads; those of a bad slot. `out` is then unchanged. Panics: none.
+    pub fn write_positions(
+        &self,
+        slot: Slot,
+        range: Range<usize>,
+        out: &mut Vec<usize>,
+    ) -> Result<(), Error> {
+        self.check_writable(slot, range.clone())?;
+        let page_size = self.config.page_size;
+        let row = self.row(slot);
+        let mut position = range.start;
+        while position < range.end {
+            let column = position / page_size;
+            let page_start = column * page_size;
+            let end = range.end.min(page_start + page_size);
+            let base = row[column] as usize * page_size;
+            out.extend(base + position - page_start..base + end - page_start);
+            position = end;
+        }
+        Ok(())
+    }
+
+    /// Which page of the slot's sequence `page` holds: the inverse of the row. `None` if the slot does not own
+    /// the page, for slot 0 and for page 0. Panics: none.
+    #[inline]
+    pub fn logical_page(&self, slot: Slot, page: PageId) -> Option<usize> {
+        if page == PageId::RESERVED {
+            return None;
+        }
+        // A page has the same logical index for all its owners, so one index per page is enough; the row says
+        // whether this slot is one of them.
+        let logical = self.pages.get(page.index())?.logical as usize;
+        let entry = *self.row(slot).get(logical)?;
+        (entry == page.index() as i32).then_some(logical)
+    }
+
+    /// The slot's row, `[max_pages_per_slot]`: its pages in logical order, then −1. All −1 for a slot that is
+    /// not allocated, all 0 for slot 0, empty for a slot outside the table. Panics: none.
+    #[inline]
+    pub fn row(&self, slot: Slot) -> &[i32] {
+        let width = self.config.max_pages_per_slot;
+        let start = slot.index().saturating_mul(width);
+        self.rows.get(start..start.saturating_add(width)).unwrap_or(&[])
+    }
+
+    /// All rows, `[n_slots, max_pages_per_slot]`, row-major: what a device mirrors.
+    #[inline]
+    pub fn rows(&self) -> &[i32] {
+        &self.rows
+    }
+
+    /// The slots whose row changed since the last drain, each once, with its row; for incremental upload. At
+    /// first every slot is dirty. Whether or not the iterator is run to its end, all are clean afterwards.
+    pub fn drain_dirty(&mut self) -> impl ExactSizeIterator<Item = (Slot, &[i32])> {
+        for slot in &self.dirty {
+            self.slots[slot.index()].dirty = false;
+        }
+        let (rows, width) = (&self.rows, self.config.max_pages_per_slot);
+        self.dirty
+            .drain(..)
+            .map(move |slot| (slot, &rows[slot.index() * width..][..width]))
+    }
+
+    /// Makes every slot dirty, for a mirror that has been lost. Panics: none.
+    pub fn mark_all_dirty(&mut self) {
+        for index in 0..self.slots.len() {
+            self.mark_dirty(Slot::new(index as u32));
+        }
+    }
+
+    fn live(&self, slot: Slot) -> Result<&SlotState, Error> {
+        if slot == Slot::RESERVED {
+            return Err(Error::ReservedSlot);
+        }
+        match self.slots.get(slot.index()) {
+            None => Err(Error::NoSuchSlot {
+                slot,
+                n_slots: self.config.n_slots,
+            }),
+            Some(state) if !state.live => Err(Error::DeadSlot { slot }),
+            Some(state) => Ok(state),
+        }
+    }
+
+    /// What `reserve` would do, if there are enough free pages.
+    fn plan(&self, slot: Slot, len: usize) -> Result<Plan, Error> {
+        let state = self.live(slot)?;
+        let page_size = self.config.page_size;
+        if len > self.max_len() {
+            return Err(Error::SequenceTooLong {
+                slot,
+                asked: len,
+                limit: self.max_len(),
+            });
+        }
+        let new_pages = len.div_ceil(page_size).saturating_sub(state.pages);
+        let mut shared_tail = None;
+        if len > state.len {
+            // Only a page that covers the written length can be shared, so only the one that holds the next
+            // token can be both shared and written to.
+            let column = state.len / page_size;
+            if let Some(page) = self.mapped(slot, column)
+                && self.is_shared(page)
+            {
+                shared_tail = Some((column, page));
+            }
+        }
+        Ok(Plan {
+            new_pages,
+            shared_tail,
+        })
+    }
+
+    /// Whether the slot may write the positions: all reserved, none in a shared page.
+    fn check_writable(&self, slot: Slot, range: Range<usize>) -> Result<(), Error> {
+        let page_size = self.config.page_size;
+        let capacity = self.capacity(slot)?;
+        if range.end > capacity {
+            return Err(Error::NotReserved {
+                slot,
+                asked: range.end,
+                capacity,
+            });
+        }
+        if range.is_empty() {
+            return Ok(());
+        }
+        for column in range.start / page_size..range.end.div_ceil(page_size) {
+            if let Some(page) = self.mapped(slot, column)
+                && self.is_shared(page)
+            {
+                return Err(Error::PageShared { slot, page });
+            }
+        }
+        Ok(())
+    }
+
+    fn mapped(&self, slot: Slot, column: usize) -> Option<PageId> {
+        let page = *self.row(slot).get(column)?;
+        (page >= 0).then(|| PageId::new(page as u32))
+    }
+
+    fn free_if_unused(&mut self, page: PageId) -> bool {
+        let state = &mut self.pages[page.index()];
+        let unused = state.owners == 0 && state.retains == 0;
+        if unused {
+            *state = FREE_PAGE;
+            self.free_pages.push(page);
+        }
+        unused
+    }
+
+    fn mark_dirty(&mut self, slot: Slot) {
+        let state = &mut self.slots[slot.index()];
+        if !state.dirty {
+            state.dirty = true;
+            self.dirty.push(slot);
+        }
+    }
+}
+
+impl fmt::Debug for PageTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PageTable")
+            .field("config", &self.config)
+            .field("free_pages", &self.free_pages())
+            .field("free_slots", &self.free_slots())
+            .finish_non_exhaustive()
+    }
+}
+
+struct Plan {
+    new_pages: usize,
+    /// Column and page of the tail that must be copied before it is written.
+    shared_tail: Option<(usize, PageId)>,
+}
+
+fn in_range(field: &'static str, value: usize, min: u64, max: u64) -> Result<(), Error> {
+    let value = value as u64;
+    if (min..=max).contains(&value) {
+        Ok(())
+    } else {
+        Err(Error::OutOfRange {
+            field,
+            value,
+            min,
+            max,
+        })
+    }
+}
+
+fn vec_with_capacity<T>(what: &'static str, n: usize) -> Result<Vec<T>, Error> {
+    let mut vec = Vec::new();
+    let bytes = (n as u64).saturating_mul(size_of::<T>() as u64);
+    vec.try_reserve_exact(n)
+        .map_err(|_| Error::OutOfMemory { what, bytes })?;
+    Ok(vec)
+}
