@@ -1,1 +1,28 @@
 //! Qwen3 language models: configuration, weight loading and the layer stack on CPU and CUDA over a paged KV cache.
+#![deny(unsafe_code)]
+
+pub mod backend;
+mod checkpoint;
+mod config;
+mod error;
+mod generation_config;
+mod json;
+#[allow(unsafe_code)]
+mod mapped_file;
+mod model;
+mod projection;
+mod random;
+mod rope;
+mod safetensors_file;
+pub mod step;
+mod weights;
+
+pub use backend::{Backend, Norm, walk};
+pub use config::Qwen3Config;
+pub use error::{Error, Result};
+pub use generation_config::GenerationConfig;
+pub use model::Model;
+pub use projection::{FusedMatrix, Projection};
+pub use rope::{RopeConfig, RopeFrequencies, RopeScaling};
+pub use step::{LogitRows, SequenceChunk, StepBatch, StepPlan, StepPlanner};
+pub use weights::{LayerWeights, WeightMatrix, Weights};

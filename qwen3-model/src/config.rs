@@ -1,0 +1,296 @@
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::json::{Fields, kind, parse_object, read_object};
+use crate::rope::{RopeConfig, RopeScaling};
+use crate::{Projection, Result};
+
+/// The shape of a Qwen3 model, from `config.json`.
+///
+/// Both the form that transformers 4 writes (`rope_theta`, `rope_scaling`, `torch_dtype`) and that
+/// of transformers 5 (`rope_parameters`, `dtype`) are read. What Qwen3 models could ask for and
+/// this crate does not compute is refused by name: attention biases, sliding windows in use,
+/// quantised weights, activations other than SiLU, RoPE types other than `default` and `yarn`.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Qwen3Config {
+    /// Rows of the embedding; may exceed the tokenizer's vocabulary.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the gated MLP.
+    pub intermediate_size: usize,
+    /// Number of layers.
+    pub n_layers: usize,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads; divides `n_heads`.
+    pub n_kv_heads: usize,
+    /// Dimensions of a head; even, and independent of `hidden_size / n_heads`.
+    pub head_dim: usize,
+    /// Added to the mean square in every RMS norm.
+    pub rms_norm_eps: f64,
+    /// Rotary embedding.
+    pub rope: RopeConfig,
+    /// Positions the configuration promises.
+    pub max_position_embeddings: usize,
+    /// Whether the output head is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Ids that end a completion according to `config.json`; `generation_config.json` comes first.
+    pub eos_token_ids: Vec<u32>,
+}
+
+/// Larger dimensions than this are a broken file, not a model.
+const MAX_DIM: usize = 1 << 24;
+const MAX_LAYERS: usize = 4096;
+const MAX_HEADS: usize = 4096;
+const MAX_HEAD_DIM: usize = 1024;
+const MAX_POSITIONS: usize = 1 << 30;
+
+impl Qwen3Config {
+    /// Reads `dir/config.json`.
+    ///
+    /// # Errors
+    /// [`Error::Io`](crate::Error::Io), [`Error::Json`](crate::Error::Json), and
+    /// [`Error::Field`](crate::Error::Field) naming what is missing, out of range or not supported.
+    pub fn from_dir(dir: &Path) -> Result<Self> {
+        let path = dir.join("config.json");
+        Self::from_fields(&Fields::new(&path, &read_object(&path)?))
+    }
+
+    /// Reads the text of a `config.json`.
+    ///
+    /// # Errors
+    /// As [`Qwen3Config::from_dir`].
+    pub fn from_json(json: &[u8]) -> Result<Self> {
+        let path = Path::new("config.json");
+        Self::from_fields(&Fields::new(path, &parse_object(path, json)?))
+    }
+
+    fn from_fields(fields: &Fields<'_>) -> Result<Self> {
+        refuse_other_architectures(fields)?;
+        let n_layers = fields.required_size("num_hidden_layers", MAX_LAYERS)?;
+        refuse_unsupported(fields, n_layers)?;
+        let n_heads = fields.required_size("num_attention_heads", MAX_HEADS)?;
+        let n_kv_heads = fields.required_size("num_key_value_heads", MAX_HEADS)?;
+        if n_heads % n_kv_heads != 0 {
+            let problem = format!("is {n_kv_heads}, which does not divide `num_attention_heads` = {n_heads}");
+            return Err(fields.error("num_key_value_heads", problem));
+        }
+        // Not hidden_size / heads: transformers' Qwen3 has its own default.
+        let head_dim = fields.size("head_dim", MAX_HEAD_DIM)?.unwrap_or(128);
+        if head_dim % 2 != 0 {
+            return Err(fields.error(
+                "head_dim",
+                format!("is {head_dim}; rotary embedding needs an even number"),
+            ));
+        }
+        let hidden_size = fields.required_size("hidden_size", MAX_DIM)?;
+        let intermediate_size = fields.required_size("intermediate_size", MAX_DIM)?;
+        for (field, size) in [
+            ("hidden_size", hidden_size),
+            ("intermediate_size", intermediate_size),
+        ] {
+            if size % 2 != 0 {
+                return Err(fields.error(field, format!("is {size}; an even number is needed")));
+            }
+        }
+        let max_position_embeddings = fields
+            .size("max_position_embeddings", MAX_POSITIONS)?
+            .unwrap_or(32_768);
+        let vocab_size = fields.required_size("vocab_size", MAX_DIM)?;
+        let eos_token_ids = fields.token_ids("eos_token_id")?;
+        Ok(Self {
+            vocab_size,
+            hidden_size,
+            intermediate_size,
+            n_layers,
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            rms_norm_eps: fields.positive("rms_norm_eps")?.unwrap_or(1e-6),
+            rope: RopeConfig::from_fields(fields, max_position_embeddings)?,
+            max_position_embeddings,
+            tie_word_embeddings: fields.boolean("tie_word_embeddings")?.unwrap_or(false),
+            eos_token_ids,
+        })
+    }
+
+    /// Number of positions that the model can encode: `max_position_embeddings`, or what yarn
+    /// extends the trained context to if that is more.
+    pub fn max_positions(&self) -> usize {
+        match self.rope.scaling {
+            RopeScaling::Default => self.max_position_embeddings,
+            RopeScaling::Yarn {
+                factor,
+                original_max_position_embeddings,
+                ..
+            } => {
+                let extended = (factor * original_max_position_embeddings as f64) as usize;
+                self.max_position_embeddings.max(extended.min(MAX_POSITIONS))
+            }
+        }
+    }
+
+    /// Columns of a fused query, key and value product: `(n_heads + 2 * n_kv_heads) * head_dim`.
+    pub fn qkv_size(&self) -> usize {
+        (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    }
+
+    /// Width of the queries and of the attention output: `n_heads * head_dim`.
+    pub fn q_size(&self) -> usize {
+        self.n_heads * self.head_dim
+    }
+
+    /// Width of the keys, and of the values: `n_kv_heads * head_dim`.
+    pub fn kv_size(&self) -> usize {
+        self.n_kv_heads * self.head_dim
+    }
+
+    /// Shape `[out_features, in_features]` of a projection.
+    pub fn projection_shape(&self, projection: Projection) -> [usize; 2] {
+        match projection {
+            Projection::Q => [self.q_size(), self.hidden_size],
+            Projection::K | Projection::V => [self.kv_size(), self.hidden_size],
+            Projection::O => [self.hidden_size, self.q_size()],
+            Projection::Gate | Projection::Up => [self.intermediate_size, self.hidden_size],
+            Projection::Down => [self.hidden_size, self.intermediate_size],
+        }
+    }
+
+    /// Number of parameters, a tied head counted once.
+    pub fn n_parameters(&self) -> u64 {
+        let matrices: u64 = Projection::ALL
+            .iter()
+            .map(|&projection| {
+                let [rows, cols] = self.projection_shape(projection);
+                rows as u64 * cols as u64
+            })
+            .sum();
+        let norms = 2 * self.hidden_size as u64 + 2 * self.head_dim as u64;
+        let embedding = self.vocab_size as u64 * self.hidden_size as u64;
+        let heads = if self.tie_word_embeddings { 1 } else { 2 };
+        self.n_layers as u64 * (matrices + norms) + heads * embedding + self.hidden_size as u64
+    }
+
+    /// Published shape of Qwen3-0.6B, for benchmarks with random weights.
+    pub fn qwen3_0_6b() -> Self {
+        Self::published(1024, 3072, 28, 16)
+    }
+
+    /// Published shape of Qwen3-4B, for benchmarks with random weights.
+    pub fn qwen3_4b() -> Self {
+        Self::published(2560, 9728, 36, 32)
+    }
+
+    fn published(hidden_size: usize, intermediate_size: usize, n_layers: usize, n_heads: usize) -> Self {
+        Self {
+            vocab_size: 151_936,
+            hidden_size,
+            intermediate_size,
+            n_layers,
+            n_heads,
+            n_kv_heads: 8,
+            head_dim: 128,
+            rms_norm_eps: 1e-6,
+            rope: RopeConfig {
+                theta: 1e6,
+                scaling: RopeScaling::Default,
+            },
+            max_position_embeddings: 40_960,
+            tie_word_embeddings: true,
+            eos_token_ids: vec![151_645],
+        }
+    }
+}
+
+fn refuse_other_architectures(fields: &Fields<'_>) -> Result<()> {
+    match fields.string("model_type")? {
+        Some("qwen3") => {}
+        Some(other) => return Err(fields.error("model_type", format!("is {other:?}, expected \"qwen3\""))),
+        None => return Err(fields.error("model_type", "is missing, expected \"qwen3\"")),
+    }
+    let architectures = fields
+        .array("architectures")?
+        .map(Vec::as_slice)
+        .unwrap_or_default();
+    match architectures
+        .iter()
+        .find(|name| name.as_str() != Some("Qwen3ForCausalLM"))
+    {
+        Some(other) => {
+            let problem = format!("holds {}, expected \"Qwen3ForCausalLM\"", kind(other));
+            Err(fields.error("architectures", problem))
+        }
+        None => Ok(()),
+    }
+}
+
+fn refuse_unsupported(fields: &Fields<'_>, n_layers: usize) -> Result<()> {
+    if fields.boolean("attention_bias")? == Some(true) {
+        return Err(fields.error(
+            "attention_bias",
+            "is true; projections with a bias are not supported",
+        ));
+    }
+    if let Some(activation) = fields.string("hidden_act")?
+        && activation != "silu"
+    {
+        return Err(fields.error("hidden_act", format!("is {activation:?}, expected \"silu\"")));
+    }
+    if fields.value("quantization_config").is_some() {
+        let problem = "quantised weights are not supported; use the bf16 model";
+        return Err(fields.error("quantization_config", problem));
+    }
+    for field in ["dtype", "torch_dtype"] {
+        match fields.string(field)? {
+            None | Some("bfloat16" | "float16" | "float32" | "auto") => {}
+            Some(other) => {
+                let problem = format!("is {other:?}; bfloat16, float16 and float32 can be read");
+                return Err(fields.error(field, problem));
+            }
+        }
+    }
+    refuse_sliding_window(fields, n_layers)
+}
+
+/// A window counts only where a layer uses it, as in transformers: files of full-attention models
+/// often carry a size that `use_sliding_window: false` switches off.
+fn refuse_sliding_window(fields: &Fields<'_>, n_layers: usize) -> Result<()> {
+    let layer_types = fields.array("layer_types")?;
+    if let Some(types) = layer_types {
+        if types.len() != n_layers {
+            let problem = format!("has {} entries for {n_layers} layers", types.len());
+            return Err(fields.error("layer_types", problem));
+        }
+        if let Some((layer, other)) = types
+            .iter()
+            .enumerate()
+            .find(|(_, t)| t.as_str() != Some("full_attention"))
+        {
+            let problem = format!(
+                "is {} for layer {layer}; only \"full_attention\" is supported",
+                kind(other)
+            );
+            return Err(fields.error("layer_types", problem));
+        }
+        return Ok(());
+    }
+    let used = fields.boolean("use_sliding_window")?.unwrap_or(false);
+    // transformers' defaults where the fields are absent; an explicit null is no window.
+    let window = match fields.raw("sliding_window") {
+        Some(Value::Null) => None,
+        Some(_) => fields.size("sliding_window", MAX_POSITIONS)?,
+        None => Some(4096),
+    };
+    let first_windowed = fields.count("max_window_layers")?.unwrap_or(28);
+    if used && window.is_some() && first_windowed < n_layers {
+        let problem = format!(
+            "is true for layers {first_windowed} to {}; sliding windows are not supported",
+            n_layers - 1
+        );
+        return Err(fields.error("use_sliding_window", problem));
+    }
+    Ok(())
+}
