@@ -1,0 +1,65 @@
+//! What comes back: tokens, their log-probabilities, and why the completion ended.
+
+use serde::{Deserialize, Serialize};
+
+/// Names one request of an engine. Never used twice by the same engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(transparent)]
+pub struct RequestId(pub(crate) u64);
+
+impl RequestId {
+    /// Running number of the request, in the order of submission, from 0.
+    pub fn number(self) -> u64 {
+        self.0
+    }
+}
+
+impl std::fmt::Display for RequestId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "request {}", self.0)
+    }
+}
+
+/// Why a completion ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum FinishReason {
+    /// An end-of-sequence id of the model or a stop id of the request, which is the last token.
+    Stop,
+    /// `max_new_tokens`, the maximum sequence length or the page pool was reached.
+    Length,
+}
+
+/// A finished request, in tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenCompletion {
+    /// The prompt, exactly as it was given to the model.
+    pub prompt_token_ids: Vec<u32>,
+    /// The new tokens, a stop id included.
+    pub token_ids: Vec<u32>,
+    /// For each new token the natural logarithm of its probability at temperature 1 over the whole vocabulary.
+    pub logprobs: Vec<f32>,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// Number of the policy (base weights and adapters) under which it was sampled; 0 is the base model.
+    pub policy_version: u64,
+}
+
+/// A finished request, with its text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Completion {
+    /// The prompt, exactly as it was given to the model.
+    pub prompt_token_ids: Vec<u32>,
+    /// The new tokens, a stop id included.
+    pub token_ids: Vec<u32>,
+    /// The new tokens as text without special tokens; empty if the engine has no tokenizer. An id that the
+    /// tokenizer does not know becomes U+FFFD.
+    pub text: String,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// For each new token the natural logarithm of its probability at temperature 1 over the whole vocabulary.
+    pub logprobs: Vec<f32>,
+    /// Number of the policy (base weights and adapters) under which it was sampled; 0 is the base model.
+    pub policy_version: u64,
+}

@@ -1,0 +1,182 @@
+//! Everything that can go wrong, as one enum.
+
+use std::path::PathBuf;
+
+/// An error of this crate. Each message says in one line what to do about it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A prompt without tokens: there is no position to predict from.
+    #[error("the prompt is empty: give it at least one token")]
+    EmptyPrompt,
+
+    /// The prompt leaves no room for a completion within the longest sequence allowed.
+    #[error(
+        "the prompt has {tokens} tokens, but a sequence may hold {max_seq_length} with at least one new token: shorten the prompt or raise the maximum sequence length"
+    )]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Most tokens of prompt and completion together.
+        max_seq_length: usize,
+    },
+
+    /// The prompt with one new token needs more positions than all pages together hold.
+    #[error(
+        "the prompt has {tokens} tokens, but all pages together hold {pool_tokens} with at least one new token: shorten the prompt or raise the number of pages"
+    )]
+    PromptExceedsPool {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Token positions of the whole page pool.
+        pool_tokens: usize,
+    },
+
+    /// A prompt token that the model has no embedding for.
+    #[error(
+        "prompt token {token} at position {position} is outside the model's vocabulary of {vocab_size}: use ids of this model's tokenizer"
+    )]
+    TokenOutOfVocabulary {
+        /// The id.
+        token: u32,
+        /// Its index in the prompt.
+        position: usize,
+        /// Number of ids the model knows.
+        vocab_size: usize,
+    },
+
+    /// A stop id that the model can never produce.
+    #[error("stop token {token} is outside the model's vocabulary of {vocab_size}: remove it")]
+    StopTokenOutOfVocabulary {
+        /// The id.
+        token: u32,
+        /// Number of ids the model knows.
+        vocab_size: usize,
+    },
+
+    /// `max_new_tokens` of 0.
+    #[error("max_new_tokens is 0: ask for at least one token")]
+    NoNewTokens,
+
+    /// A sampling parameter that would change the result and is not implemented.
+    #[error("{parameter} = {value} is not supported: {advice}")]
+    UnsupportedParameter {
+        /// Name of the field.
+        parameter: &'static str,
+        /// What was asked for.
+        value: String,
+        /// What to do instead.
+        advice: &'static str,
+    },
+
+    /// A setting of the engine that cannot work.
+    #[error("{setting} = {value} cannot work: {advice}")]
+    InvalidSetting {
+        /// Name of the setting.
+        setting: &'static str,
+        /// What was asked for.
+        value: String,
+        /// What would work.
+        advice: String,
+    },
+
+    /// The device that was asked for cannot be used.
+    #[error("device {device} cannot be used: {reason}; use the device `cpu` or `auto`")]
+    DeviceUnavailable {
+        /// As given by the user.
+        device: String,
+        /// Why not.
+        reason: String,
+    },
+
+    /// The row of logits of this request held NaN, or no finite value at all.
+    #[error(
+        "the logits for new token {new_token} are not finite: check the model's weights and adapters for NaN or overflow"
+    )]
+    NonFiniteLogits {
+        /// Index of the new token within the completion.
+        new_token: usize,
+    },
+
+    /// A file that cannot be read or written.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+
+    /// A file whose content is not what it should be.
+    #[error("{}: {reason}", path.display())]
+    InvalidFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// Text was asked for, but the engine was built without a tokenizer.
+    #[error("this engine has no tokenizer: give prompts as token ids, or build it from a folder with a tokenizer.json")]
+    NoTokenizer,
+
+    /// The tokenizer refused its input.
+    #[error("the tokenizer failed: {reason}")]
+    Tokenizer {
+        /// The tokenizer's words.
+        reason: String,
+    },
+
+    /// A conversation was given to a model without a chat template.
+    #[error(
+        "this model has no chat template: give the prompt as text or token ids, or add a chat_template.jinja to its folder"
+    )]
+    NoChatTemplate,
+
+    /// The chat template refused the conversation or is not valid.
+    #[error("the chat template failed: {reason}")]
+    ChatTemplate {
+        /// The message of `raise_exception`, or what the template engine says.
+        reason: String,
+    },
+
+    /// The model could not be loaded or run.
+    #[error(transparent)]
+    Model(#[from] qwen3_model::Error),
+
+    /// The page table refused an operation.
+    #[error("page table: {0}")]
+    Pages(#[from] paged_kv::Error),
+
+    /// A runner failed or was driven against its contract.
+    #[error("the {device} runner failed: {reason}")]
+    Runner {
+        /// Device of the runner.
+        device: String,
+        /// What happened.
+        reason: String,
+    },
+
+    /// No sequence can take a step although requests are unfinished. A defect, reported instead of waiting for ever.
+    #[error(
+        "no progress is possible with {waiting} requests waiting, {running} running and {free_pages} pages free: please report this"
+    )]
+    Stalled {
+        /// Requests without a slot.
+        waiting: usize,
+        /// Requests with a slot.
+        running: usize,
+        /// Pages that no sequence owns.
+        free_pages: usize,
+    },
+}
+
+impl Error {
+    pub(crate) fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
+        Self::Io { path: path.into(), source }
+    }
+
+    pub(crate) fn invalid_file(path: impl Into<PathBuf>, reason: impl std::fmt::Display) -> Self {
+        Self::InvalidFile { path: path.into(), reason: reason.to_string() }
+    }
+}

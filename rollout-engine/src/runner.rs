@@ -1,0 +1,169 @@
+//! The seam between scheduling and arithmetic: a [`Runner`] executes steps, on any device.
+//!
+//! The scheduler describes a [`Step`] in terms of slots and positions; the runner keeps the weights, the KV
+//! cache and, for every slot, the token it sampled last. Because of the latter the scheduler can submit the next
+//! decode step before it has seen the result of the previous one.
+//!
+//! ```text
+//!  scheduler   plan 1 ── submit ─┐  plan 2 ── submit ─┐ collect 1   plan 3 ── submit ─┐ collect 2
+//!  runner                        └─ step 1 ───────────┴─ step 2 ──────────────────────┴─ step 3
+//! ```
+//!
+//! Steps take effect in the order of submission, as on a CUDA stream. That alone makes it safe to free pages at
+//! once when a result shows that a sequence has ended while a later step still writes one more token of it: the
+//! pages' next owner writes in a step submitted after that.
+
+use crate::Error;
+use paged_kv::{PageCopy, PageTable, Slot};
+
+/// What a runner was built for. The scheduler takes the geometry of its page table from here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunnerShape {
+    /// Ids the model knows: valid tokens are `0..vocab_size`.
+    pub vocab_size: usize,
+    /// Most tokens of prompt and completion together.
+    pub max_seq_length: usize,
+    /// Most sequences in one step. The page table has one slot more, for the reserved slot 0.
+    pub max_batch_size: usize,
+    /// Pages of the KV cache, the reserved page 0 included.
+    pub n_pages: usize,
+    /// Token positions per page.
+    pub page_size: usize,
+    /// Most steps that may be submitted and not yet collected, at least 1.
+    pub max_in_flight: usize,
+    /// Most prompt tokens in one step, at least 1: bounds the memory for activations.
+    pub max_prefill_tokens: usize,
+}
+
+/// How one row's token is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub enum Sampling {
+    /// The token with the greatest logit; of equals the one with the lowest id.
+    #[default]
+    Greedy,
+}
+
+/// Some or all of the uncomputed tokens of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PrefillChunk {
+    /// The sequence's slot.
+    pub slot: Slot,
+    /// Logical position of the first token.
+    pub start: usize,
+    /// Number of tokens, taken in order from [`Step::token_ids`].
+    pub len: usize,
+    /// `Some` in the last chunk of a prompt: sample the next token from the last position and keep it for the slot.
+    pub sample: Option<Sampling>,
+}
+
+/// One more token of a sequence. Its input is the token that the runner sampled last for the slot.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DecodeRow {
+    /// The sequence's slot.
+    pub slot: Slot,
+    /// Logical position of the input token.
+    pub position: usize,
+    /// How to choose the next token.
+    pub sampling: Sampling,
+}
+
+/// Work for one pass through the model. A slot occurs at most once in it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Step {
+    /// Pages to copy, in this order, before anything else happens.
+    pub copies: Vec<PageCopy>,
+    /// The tokens of all prefill chunks, one chunk after the other.
+    pub token_ids: Vec<u32>,
+    /// Prompt work.
+    pub prefill: Vec<PrefillChunk>,
+    /// Decode work.
+    pub decode: Vec<DecodeRow>,
+}
+
+impl Step {
+    /// Rows that sample a token: the chunks with `sample`, in order, then the decode rows.
+    pub fn sampled_rows(&self) -> usize {
+        self.prefill.iter().filter(|chunk| chunk.sample.is_some()).count() + self.decode.len()
+    }
+
+    /// Whether there is nothing to compute.
+    pub fn is_empty(&self) -> bool {
+        self.prefill.is_empty() && self.decode.is_empty()
+    }
+}
+
+/// One sampled token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SampledToken {
+    /// The token.
+    pub token: u32,
+    /// Natural logarithm of its probability at temperature 1 over the whole vocabulary. NaN means that the row's
+    /// logits were not finite; the scheduler then fails that request and leaves the others alone.
+    pub logprob: f32,
+}
+
+/// Bytes that a runner holds, by what for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RunnerMemory {
+    /// Weights.
+    pub weight_bytes: u64,
+    /// KV cache, all pages.
+    pub kv_bytes: u64,
+}
+
+/// Executes steps. Implement it to drive another device or model from the same scheduler.
+pub trait Runner {
+    /// What the runner was built for. Does not change.
+    fn shape(&self) -> RunnerShape;
+
+    /// Device in words, for reports, such as `cpu (8 threads)`.
+    fn device(&self) -> String;
+
+    /// Bytes held.
+    fn memory(&self) -> RunnerMemory;
+
+    /// Starts a step. `pages` already covers every position of it, and its rows are to be read (or mirrored) now:
+    /// the scheduler may change them as soon as this returns. Called only while fewer than `max_in_flight` steps
+    /// are uncollected.
+    ///
+    /// # Errors
+    /// The step could not be run. The scheduler then gives up all unfinished requests and calls [`Runner::reset`].
+    fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error>;
+
+    /// Waits for the oldest uncollected step and gives its sampled tokens, in the order of
+    /// [`Step::sampled_rows`].
+    ///
+    /// # Errors
+    /// As for [`Runner::submit`].
+    fn collect(&mut self) -> Result<Vec<SampledToken>, Error>;
+
+    /// Forgets all uncollected steps.
+    fn reset(&mut self);
+}
+
+impl<R: Runner + ?Sized> Runner for Box<R> {
+    fn shape(&self) -> RunnerShape {
+        (**self).shape()
+    }
+
+    fn device(&self) -> String {
+        (**self).device()
+    }
+
+    fn memory(&self) -> RunnerMemory {
+        (**self).memory()
+    }
+
+    fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {
+        (**self).submit(step, pages)
+    }
+
+    fn collect(&mut self) -> Result<Vec<SampledToken>, Error> {
+        (**self).collect()
+    }
+
+    fn reset(&mut self) {
+        (**self).reset();
+    }
+}

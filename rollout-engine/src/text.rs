@@ -1,0 +1,8 @@
+//! Text in and out: the tokenizer of a model folder and its chat template.
+
+mod chat_template;
+mod python;
+mod tokenizer;
+
+pub use chat_template::{ChatTemplate, ChatTemplates};
+pub use tokenizer::Tokenizer;
