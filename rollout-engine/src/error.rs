@@ -117,7 +117,9 @@ pub enum Error {
     },
 
     /// Text was asked for, but the engine was built without a tokenizer.
-    #[error("this engine has no tokenizer: give prompts as token ids, or build it from a folder with a tokenizer.json")]
+    #[error(
+        "this engine has no tokenizer: give prompts as token ids, or build it from a folder with a tokenizer.json"
+    )]
     NoTokenizer,
 
     /// The tokenizer refused its input.
@@ -139,10 +141,6 @@ pub enum Error {
         /// The message of `raise_exception`, or what the template engine says.
         reason: String,
     },
-
-    /// The model could not be loaded or run.
-    #[error(transparent)]
-    Model(#[from] qwen3_model::Error),
 
     /// The page table refused an operation.
     #[error("page table: {0}")]
@@ -173,10 +171,16 @@ pub enum Error {
 
 impl Error {
     pub(crate) fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
-        Self::Io { path: path.into(), source }
+        Self::Io {
+            path: path.into(),
+            source,
+        }
     }
 
     pub(crate) fn invalid_file(path: impl Into<PathBuf>, reason: impl std::fmt::Display) -> Self {
-        Self::InvalidFile { path: path.into(), reason: reason.to_string() }
+        Self::InvalidFile {
+            path: path.into(),
+            reason: reason.to_string(),
+        }
     }
 }

@@ -47,7 +47,12 @@ pub struct ChatPrompt {
 impl ChatPrompt {
     /// A conversation without tools, to be answered by the assistant.
     pub fn new(messages: Vec<Value>) -> Self {
-        Self { messages, tools: None, add_generation_prompt: true, variables: Map::new() }
+        Self {
+            messages,
+            tools: None,
+            add_generation_prompt: true,
+            variables: Map::new(),
+        }
     }
 }
 
@@ -60,7 +65,9 @@ impl Request {
     /// Answers one user message through the chat template.
     pub fn user(content: impl Into<String>) -> Self {
         let content: String = content.into();
-        Self::chat(ChatPrompt::new(vec![serde_json::json!({ "role": "user", "content": content })]))
+        Self::chat(ChatPrompt::new(vec![
+            serde_json::json!({ "role": "user", "content": content }),
+        ]))
     }
 
     /// Answers a conversation through the chat template.
@@ -75,7 +82,10 @@ impl Request {
 
     /// A request with default sampling parameters.
     pub fn new(prompt: Prompt) -> Self {
-        Self { prompt, sampling: SamplingParams::default() }
+        Self {
+            prompt,
+            sampling: SamplingParams::default(),
+        }
     }
 
     /// Replaces all sampling parameters.
@@ -109,6 +119,11 @@ pub struct SamplingParams {
 
 impl Default for SamplingParams {
     fn default() -> Self {
-        Self { max_new_tokens: 256, stop_token_ids: Vec::new(), ignore_eos: false, temperature: 0.0 }
+        Self {
+            max_new_tokens: 256,
+            stop_token_ids: Vec::new(),
+            ignore_eos: false,
+            temperature: 0.0,
+        }
     }
 }

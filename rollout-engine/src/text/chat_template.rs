@@ -53,15 +53,24 @@ impl ChatTemplate {
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         environment.set_formatter(|out, _state, value| {
-            out.write_str(&python::to_str(value)).map_err(minijinja::Error::from)
+            out.write_str(&python::to_str(value))
+                .map_err(minijinja::Error::from)
         });
         environment.add_filter("tojson", to_json);
-        environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-        });
+        environment.add_function(
+            "raise_exception",
+            |message: String| -> Result<Value, minijinja::Error> {
+                Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+            },
+        );
         environment.add_function("strftime_now", strftime_now);
-        environment.add_template_owned("chat", without_generation_tags(source)).map_err(template_error)?;
-        Ok(Self { environment, special_tokens })
+        environment
+            .add_template_owned("chat", without_generation_tags(source))
+            .map_err(template_error)?;
+        Ok(Self {
+            environment,
+            special_tokens,
+        })
     }
 
     /// The text of a conversation.
@@ -74,9 +83,14 @@ impl ChatTemplate {
         variables.insert("messages".into(), Json::Array(chat.messages.clone()));
         variables.insert("tools".into(), chat.tools.clone().map_or(Json::Null, Json::Array));
         variables.entry("documents").or_insert(Json::Null);
-        variables.insert("add_generation_prompt".into(), Json::Bool(chat.add_generation_prompt));
+        variables.insert(
+            "add_generation_prompt".into(),
+            Json::Bool(chat.add_generation_prompt),
+        );
         let template = self.environment.get_template("chat").map_err(template_error)?;
-        template.render(Value::from_serialize(&variables)).map_err(template_error)
+        template
+            .render(Value::from_serialize(&variables))
+            .map_err(template_error)
     }
 }
 
@@ -99,7 +113,10 @@ impl ChatTemplates {
         };
 
         let jinja_path = dir.join("chat_template.jinja");
-        let mut templates = Self { default: None, tool_use: None };
+        let mut templates = Self {
+            default: None,
+            tool_use: None,
+        };
         if let Some(source) = read_optional(&jinja_path)? {
             templates.default = Some(compile(&jinja_path, &source)?);
             let tool_path = dir.join("additional_chat_templates").join("tool_use.jinja");
@@ -113,8 +130,7 @@ impl ChatTemplates {
             Some(Json::String(source)) => templates.default = Some(compile(&config_path, source)?),
             Some(Json::Array(named)) => {
                 for entry in named {
-                    let (Some(name), Some(source)) =
-                        (entry["name"].as_str(), entry["template"].as_str())
+                    let (Some(name), Some(source)) = (entry["name"].as_str(), entry["template"].as_str())
                     else {
                         return Err(Error::invalid_file(
                             &config_path,
@@ -129,7 +145,10 @@ impl ChatTemplates {
                 }
             }
             Some(_) => {
-                return Err(Error::invalid_file(&config_path, "`chat_template` is neither a string nor a list"));
+                return Err(Error::invalid_file(
+                    &config_path,
+                    "`chat_template` is neither a string nor a list",
+                ));
             }
         }
         Ok(templates)
@@ -146,7 +165,10 @@ impl ChatTemplates {
     /// [`Error::NoChatTemplate`] without a template that serves; otherwise as for [`ChatTemplate::render`].
     pub fn render(&self, chat: &ChatPrompt) -> Result<String, Error> {
         let for_tools = self.tool_use.as_ref().filter(|_| chat.tools.is_some());
-        for_tools.or(self.default.as_ref()).ok_or(Error::NoChatTemplate)?.render(chat)
+        for_tools
+            .or(self.default.as_ref())
+            .ok_or(Error::NoChatTemplate)?
+            .render(chat)
     }
 }
 
@@ -162,7 +184,10 @@ fn read_optional(path: &Path) -> Result<Option<String>, Error> {
 fn special_tokens(config: &Map<String, Json>) -> Map<String, Json> {
     let text = |value: &Json| match value {
         Json::String(text) => Some(Json::String(text.clone())),
-        Json::Object(object) => object.get("content").filter(|content| content.is_string()).cloned(),
+        Json::Object(object) => object
+            .get("content")
+            .filter(|content| content.is_string())
+            .cloned(),
         _ => None,
     };
     let mut tokens = Map::new();
@@ -172,7 +197,10 @@ fn special_tokens(config: &Map<String, Json>) -> Map<String, Json> {
         }
     }
     if let Some(Json::Array(list)) = config.get("additional_special_tokens") {
-        tokens.insert("additional_special_tokens".into(), Json::Array(list.iter().filter_map(text).collect()));
+        tokens.insert(
+            "additional_special_tokens".into(),
+            Json::Array(list.iter().filter_map(text).collect()),
+        );
     }
     tokens
 }
@@ -223,7 +251,10 @@ fn to_json(value: &Value, kwargs: Kwargs) -> Result<Value, minijinja::Error> {
         None => (", ".to_string(), ": ".to_string()),
         Some([item, key]) => (item.clone(), key.clone()),
         Some(_) => {
-            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, "tojson: separators must be two strings"));
+            return Err(minijinja::Error::new(
+                ErrorKind::InvalidOperation,
+                "tojson: separators must be two strings",
+            ));
         }
     };
     let style = JsonStyle {
@@ -245,11 +276,15 @@ fn strftime_now(format: &str) -> Result<String, minijinja::Error> {
 
 /// One line: the detail of the error, without the name of the only template there is.
 fn template_error(error: minijinja::Error) -> Error {
-    let line = error.line().map_or(String::new(), |line| format!(" (template line {line})"));
+    let line = error
+        .line()
+        .map_or(String::new(), |line| format!(" (template line {line})"));
     let reason = match error.detail() {
         Some(detail) if error.kind() == ErrorKind::InvalidOperation => detail.to_string(),
         Some(detail) => format!("{}: {detail}", error.kind()),
         None => error.kind().to_string(),
     };
-    Error::ChatTemplate { reason: format!("{reason}{line}").replace('\n', " ") }
+    Error::ChatTemplate {
+        reason: format!("{reason}{line}").replace('\n', " "),
+    }
 }

@@ -22,7 +22,10 @@ pub(super) fn to_json(value: &Value, style: &JsonStyle) -> Result<String, Error>
 
 fn write_json(out: &mut String, value: &Value, style: &JsonStyle, depth: usize) -> Result<(), Error> {
     if depth > 200 {
-        return Err(Error::new(ErrorKind::InvalidOperation, "tojson: nested more than 200 levels deep"));
+        return Err(Error::new(
+            ErrorKind::InvalidOperation,
+            "tojson: nested more than 200 levels deep",
+        ));
     }
     match value.kind() {
         ValueKind::None => out.push_str("null"),
@@ -56,7 +59,10 @@ fn write_json(out: &mut String, value: &Value, style: &JsonStyle, depth: usize) 
             })?;
         }
         kind => {
-            return Err(Error::new(ErrorKind::InvalidOperation, format!("tojson: a value of type {kind} has no JSON")));
+            return Err(Error::new(
+                ErrorKind::InvalidOperation,
+                format!("tojson: a value of type {kind} has no JSON"),
+            ));
         }
     }
     Ok(())
@@ -134,12 +140,18 @@ fn write_number(out: &mut String, value: &Value, special: [&str; 3]) {
 /// `repr(float)`: the shortest digits that read back the same; an exponent from 1e16 on and below 1e-4.
 fn float_repr(number: f64) -> String {
     let scientific = format!("{number:e}");
-    let Some((digits, exponent)) = scientific.split_once('e') else { return scientific };
+    let Some((digits, exponent)) = scientific.split_once('e') else {
+        return scientific;
+    };
     let exponent: i32 = exponent.parse().unwrap_or(0);
     if number == 0.0 || (-4..16).contains(&exponent) {
         format!("{number:?}")
     } else {
-        format!("{digits}e{}{:02}", if exponent < 0 { '-' } else { '+' }, exponent.abs())
+        format!(
+            "{digits}e{}{:02}",
+            if exponent < 0 { '-' } else { '+' },
+            exponent.abs()
+        )
     }
 }
 
@@ -191,7 +203,11 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
 }
 
 fn write_repr_string(out: &mut String, text: &str) {
-    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    let quote = if text.contains('\'') && !text.contains('"') {
+        '"'
+    } else {
+        '\''
+    };
     out.push(quote);
     for c in text.chars() {
         match c {
@@ -234,11 +250,18 @@ mod tests {
     #[test]
     fn json_is_written_as_python_writes_it() {
         for (given, expected) in [
-            (r#"{"b":1,"a":[1,2.0,-0.5],"n":null,"t":true}"#, r#"{"b": 1, "a": [1, 2.0, -0.5], "n": null, "t": true}"#),
-            (r#"[1e16, 1e15, 1e-4, 1e-5, 1.5e300, 0.1, 123456789012345678]"#,
-             "[1e+16, 1000000000000000.0, 0.0001, 1e-05, 1.5e+300, 0.1, 123456789012345678]"),
-            (r#"["<a href='x'>&amp;</a>", "é世🌍", "\u0001\u007f\b\f\n\r\t\"\\/"]"#,
-             "[\"<a href='x'>&amp;</a>\", \"é世🌍\", \"\\u0001\u{7f}\\b\\f\\n\\r\\t\\\"\\\\/\"]"),
+            (
+                r#"{"b":1,"a":[1,2.0,-0.5],"n":null,"t":true}"#,
+                r#"{"b": 1, "a": [1, 2.0, -0.5], "n": null, "t": true}"#,
+            ),
+            (
+                r#"[1e16, 1e15, 1e-4, 1e-5, 1.5e300, 0.1, 123456789012345678]"#,
+                "[1e+16, 1000000000000000.0, 0.0001, 1e-05, 1.5e+300, 0.1, 123456789012345678]",
+            ),
+            (
+                r#"["<a href='x'>&amp;</a>", "é世🌍", "\u0001\u007f\b\f\n\r\t\"\\/"]"#,
+                "[\"<a href='x'>&amp;</a>\", \"é世🌍\", \"\\u0001\u{7f}\\b\\f\\n\\r\\t\\\"\\\\/\"]",
+            ),
             ("[]", "[]"),
             ("{}", "{}"),
             (r#"{"a": {}}"#, r#"{"a": {}}"#),
@@ -249,15 +272,28 @@ mod tests {
 
     #[test]
     fn json_indentation_keeps_empty_containers_short() {
-        let style = JsonStyle { indent: Some("  ".into()), item_separator: ",".into(), ..style() };
+        let style = JsonStyle {
+            indent: Some("  ".into()),
+            item_separator: ",".into(),
+            ..style()
+        };
         let text = to_json(&value(r#"{"a":[1,{"b":2}],"c":{},"d":[]}"#), &style).expect("has JSON");
-        assert_eq!(text, "{\n  \"a\": [\n    1,\n    {\n      \"b\": 2\n    }\n  ],\n  \"c\": {},\n  \"d\": []\n}");
+        assert_eq!(
+            text,
+            "{\n  \"a\": [\n    1,\n    {\n      \"b\": 2\n    }\n  ],\n  \"c\": {},\n  \"d\": []\n}"
+        );
     }
 
     #[test]
     fn ascii_escapes_use_surrogate_pairs() {
-        let style = JsonStyle { ensure_ascii: true, ..style() };
-        assert_eq!(to_json(&value(r#""é🌍""#), &style).expect("has JSON"), r#""\u00e9\ud83c\udf0d""#);
+        let style = JsonStyle {
+            ensure_ascii: true,
+            ..style()
+        };
+        assert_eq!(
+            to_json(&value(r#""é🌍""#), &style).expect("has JSON"),
+            r#""\u00e9\ud83c\udf0d""#
+        );
     }
 
     #[test]

@@ -12,7 +12,9 @@ pub struct Tokenizer {
 
 impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Tokenizer").field("vocab_size", &self.vocab_size()).finish_non_exhaustive()
+        f.debug_struct("Tokenizer")
+            .field("vocab_size", &self.vocab_size())
+            .finish_non_exhaustive()
     }
 }
 
@@ -53,7 +55,9 @@ impl Tokenizer {
         let encoding = self
             .inner
             .encode_fast(text, add_special_tokens)
-            .map_err(|e| Error::Tokenizer { reason: e.to_string() })?;
+            .map_err(|e| Error::Tokenizer {
+                reason: e.to_string(),
+            })?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -66,11 +70,16 @@ impl Tokenizer {
         let mut text = String::new();
         let mut rest = ids;
         while !rest.is_empty() {
-            let known = rest.iter().take_while(|&&id| self.inner.id_to_token(id).is_some()).count();
+            let known = rest
+                .iter()
+                .take_while(|&&id| self.inner.id_to_token(id).is_some())
+                .count();
             let (run, after) = rest.split_at(known);
             if !run.is_empty() {
                 let decoded = self.inner.decode(run, skip_special_tokens);
-                text.push_str(&decoded.map_err(|e| Error::Tokenizer { reason: e.to_string() })?);
+                text.push_str(&decoded.map_err(|e| Error::Tokenizer {
+                    reason: e.to_string(),
+                })?);
             }
             rest = match after {
                 [] => after,

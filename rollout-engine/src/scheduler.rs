@@ -1,0 +1,357 @@
+//! Continuous batching: which tokens of which sequences go into the next step.
+//!
+//! Invariants:
+//! * A sequence with a slot owns pages for every position submitted so far, and for no other sequence's.
+//! * Older requests go first. When pages run out the newest running sequence gives its pages back and waits; it
+//!   resumes from its prompt and the tokens it already has, so its completion is the same as if undisturbed.
+//! * Every step makes progress: a request is admitted only if it fits the empty pool, and its length is capped at the
+//!   pool's, so the oldest one can always go on.
+//!
+//! What may surprise: a request that reaches the size of the whole page pool ends there with finish reason
+//! `length`, as at the maximum sequence length. And a waiting request whose pages are not free may be overtaken
+//! by later, shorter ones, but only a limited number of times.
+//!
+//! ```text
+//!              admit: slot, pages for all known tokens       last token was a stop id, or length reached
+//!   waiting ───────────────────────────────────▶ prefill ─▶ decode ───────────────────────▶ finished
+//!      ▲                                            │          │
+//!      └──────────── preempt: no page free, and no older sequence to make way for ┘
+//! ```
+
+mod plan;
+mod sequence;
+
+use std::collections::{BTreeMap, VecDeque};
+
+use paged_kv::{PageCopy, PageTable, PageTableConfig, Slot};
+use sequence::Sequence;
+
+use crate::Error;
+use crate::completion::{RequestId, TokenCompletion};
+use crate::request::SamplingParams;
+use crate::runner::{Runner, RunnerShape, SampledToken};
+use crate::statistics::Statistics;
+
+/// Something that a step brought about.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event {
+    /// A request got one more token. Never repeated, whatever happens to the request.
+    Token {
+        /// The request.
+        request: RequestId,
+        /// The token and its log-probability.
+        token: SampledToken,
+    },
+    /// A request is over.
+    Finished {
+        /// The request.
+        request: RequestId,
+        /// Its completion, or why it alone failed.
+        result: Result<TokenCompletion, Error>,
+    },
+}
+
+/// Drives a [`Runner`] for any number of requests, in token ids. [`Engine`](crate::Engine) adds text.
+pub struct Scheduler<R> {
+    runner: R,
+    shape: RunnerShape,
+    pages: PageTable,
+    eos_token_ids: Vec<u32>,
+    /// Requests without a slot, oldest first.
+    waiting: BTreeMap<RequestId, Sequence>,
+    /// Requests with a slot, oldest first.
+    running: BTreeMap<RequestId, Sequence>,
+    /// Owners of the sampled rows of each submitted step, oldest step first.
+    in_flight: VecDeque<Vec<RequestId>>,
+    /// Copies that reservations asked for and no step has carried yet.
+    copies: Vec<(Slot, PageCopy)>,
+    next_id: u64,
+    policy_version: u64,
+    statistics: Statistics,
+}
+
+impl<R> std::fmt::Debug for Scheduler<R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Scheduler")
+            .field("shape", &self.shape)
+            .field("waiting", &self.waiting.len())
+            .field("running", &self.running.len())
+            .field("in_flight", &self.in_flight.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<R: Runner> Scheduler<R> {
+    /// A scheduler without requests. `eos_token_ids` end every completion that does not ignore them.
+    ///
+    /// # Errors
+    /// The runner's shape cannot work: a size of 0, a pool without a usable page.
+    pub fn new(runner: R, eos_token_ids: Vec<u32>) -> Result<Self, Error> {
+        let shape = runner.shape();
+        check_shape(&shape)?;
+        let pages = PageTable::new(PageTableConfig {
+            n_pages: shape.n_pages,
+            page_size: shape.page_size,
+            n_slots: shape.max_batch_size + 1,
+            max_pages_per_slot: shape.max_seq_length.div_ceil(shape.page_size),
+        })?;
+        Ok(Self {
+            runner,
+            shape,
+            pages,
+            eos_token_ids,
+            waiting: BTreeMap::new(),
+            running: BTreeMap::new(),
+            in_flight: VecDeque::new(),
+            copies: Vec::new(),
+            next_id: 0,
+            policy_version: 0,
+            statistics: Statistics::default(),
+        })
+    }
+
+    /// Accepts a request for generation.
+    ///
+    /// # Errors
+    /// The request could never be completed as asked: empty prompt, an id outside the vocabulary, no room for one
+    /// new token, a parameter that is not supported. Nothing has changed then.
+    pub fn submit(&mut self, prompt: Vec<u32>, sampling: &SamplingParams) -> Result<RequestId, Error> {
+        self.check(&prompt, sampling)?;
+        let id = RequestId(self.next_id);
+        self.next_id += 1;
+        let max_tokens = self
+            .max_tokens()
+            .min(prompt.len().saturating_add(sampling.max_new_tokens));
+        let mut stop_token_ids = sampling.stop_token_ids.clone();
+        if !sampling.ignore_eos {
+            stop_token_ids.extend_from_slice(&self.eos_token_ids);
+        }
+        self.waiting.insert(
+            id,
+            Sequence::new(prompt, max_tokens, stop_token_ids, self.policy_version),
+        );
+        Ok(id)
+    }
+
+    /// Whether [`Scheduler::submit`] would accept the request.
+    ///
+    /// # Errors
+    /// As for `submit`.
+    pub fn check(&self, prompt: &[u32], sampling: &SamplingParams) -> Result<(), Error> {
+        let vocab_size = self.shape.vocab_size;
+        let known = |token: u32| (token as usize) < vocab_size;
+        if prompt.is_empty() {
+            return Err(Error::EmptyPrompt);
+        }
+        if let Some(position) = prompt.iter().position(|&token| !known(token)) {
+            return Err(Error::TokenOutOfVocabulary {
+                token: prompt[position],
+                position,
+                vocab_size,
+            });
+        }
+        if let Some(&token) = sampling.stop_token_ids.iter().find(|&&token| !known(token)) {
+            return Err(Error::StopTokenOutOfVocabulary { token, vocab_size });
+        }
+        if sampling.max_new_tokens == 0 {
+            return Err(Error::NoNewTokens);
+        }
+        if sampling.temperature != 0.0 {
+            return Err(Error::UnsupportedParameter {
+                parameter: "temperature",
+                value: sampling.temperature.to_string(),
+                advice: "only greedy decoding is there so far, use 0",
+            });
+        }
+        let tokens = prompt.len();
+        if tokens >= self.shape.max_seq_length {
+            return Err(Error::PromptTooLong {
+                tokens,
+                max_seq_length: self.shape.max_seq_length,
+            });
+        }
+        if tokens >= self.pool_tokens() {
+            return Err(Error::PromptExceedsPool {
+                tokens,
+                pool_tokens: self.pool_tokens(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Submits as many steps as may be in flight, then waits for the oldest and appends what it brought about.
+    /// Does nothing if there is no unfinished request.
+    ///
+    /// # Errors
+    /// The runner failed, or no progress is possible. All unfinished requests are then given up (their pages and
+    /// slots are free again, no event follows for them); the scheduler accepts new ones.
+    pub fn step(&mut self, events: &mut Vec<Event>) -> Result<(), Error> {
+        let result = self.try_step(events);
+        if result.is_err() {
+            self.abort_all();
+        }
+        result
+    }
+
+    fn try_step(&mut self, events: &mut Vec<Event>) -> Result<(), Error> {
+        while self.in_flight.len() < self.shape.max_in_flight && self.submit_step()? {}
+        let Some(owners) = self.in_flight.pop_front() else {
+            if self.has_unfinished() {
+                return Err(Error::Stalled {
+                    waiting: self.waiting.len(),
+                    running: self.running.len(),
+                    free_pages: self.pages.free_pages(),
+                });
+            }
+            return Ok(());
+        };
+        let outputs = self.runner.collect()?;
+        if outputs.len() != owners.len() {
+            return Err(Error::Runner {
+                device: self.runner.device(),
+                reason: format!("{} sampled tokens for {} rows", outputs.len(), owners.len()),
+            });
+        }
+        for (request, output) in owners.into_iter().zip(outputs) {
+            self.take_token(request, output, events)?;
+        }
+        Ok(())
+    }
+
+    /// Appends one sampled token to its sequence, and ends the sequence if that was its last.
+    fn take_token(
+        &mut self,
+        request: RequestId,
+        token: SampledToken,
+        events: &mut Vec<Event>,
+    ) -> Result<(), Error> {
+        let Some(sequence) = self.running.get_mut(&request) else {
+            // The sequence ended or was cancelled while this row was already under way.
+            self.statistics.wasted_rows += 1;
+            return Ok(());
+        };
+        if token.logprob.is_nan() {
+            let new_token = sequence.token_ids.len() - sequence.prompt_len;
+            self.release(request)?;
+            events.push(Event::Finished {
+                request,
+                result: Err(Error::NonFiniteLogits { new_token }),
+            });
+            return Ok(());
+        }
+        sequence.push(token);
+        self.statistics.new_tokens += 1;
+        events.push(Event::Token { request, token });
+        if let Some(reason) = sequence.finish_reason() {
+            if let Some(sequence) = self.release(request)? {
+                self.statistics.finished_requests += 1;
+                events.push(Event::Finished {
+                    request,
+                    result: Ok(sequence.into_completion(reason)),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a running sequence out and frees its slot and pages at once. Rows of it that are under way write
+    /// before any step of the pages' next owner.
+    fn release(&mut self, request: RequestId) -> Result<Option<Sequence>, Error> {
+        let Some(mut sequence) = self.running.remove(&request) else {
+            return Ok(None);
+        };
+        if let Some(slot) = sequence.slot.take() {
+            self.copies.retain(|(owner, _)| *owner != slot);
+            self.pages.erase(slot)?;
+        }
+        Ok(Some(sequence))
+    }
+
+    /// Ends a request without a completion; its slot and pages are free at once. No event follows for it. False
+    /// if it is not unfinished.
+    pub fn cancel(&mut self, request: RequestId) -> bool {
+        self.waiting.remove(&request).is_some() || matches!(self.release(request), Ok(Some(_)))
+    }
+
+    /// Ends all unfinished requests without completions.
+    pub fn abort_all(&mut self) {
+        self.runner.reset();
+        self.in_flight.clear();
+        self.copies.clear();
+        self.waiting.clear();
+        for (_, sequence) in std::mem::take(&mut self.running) {
+            if let Some(slot) = sequence.slot {
+                // A slot that the table does not know is free already.
+                let _ = self.pages.erase(slot);
+            }
+        }
+    }
+
+    /// Whether any request waits or runs.
+    pub fn has_unfinished(&self) -> bool {
+        !self.waiting.is_empty() || !self.running.is_empty()
+    }
+
+    /// Number of requests without a slot.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Number of requests with a slot.
+    pub fn running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Most tokens that prompt and completion of one request can have together: what the model, the settings and
+    /// the page pool allow.
+    pub fn max_tokens(&self) -> usize {
+        self.shape.max_seq_length.min(self.pool_tokens())
+    }
+
+    fn pool_tokens(&self) -> usize {
+        (self.shape.n_pages - 1).saturating_mul(self.shape.page_size)
+    }
+
+    /// What the runner was built for.
+    pub fn shape(&self) -> &RunnerShape {
+        &self.shape
+    }
+
+    /// The page table, to look at.
+    pub fn pages(&self) -> &PageTable {
+        &self.pages
+    }
+
+    /// The runner, to look at.
+    pub fn runner(&self) -> &R {
+        &self.runner
+    }
+
+    /// Counters since the scheduler was made.
+    pub fn statistics(&self) -> &Statistics {
+        &self.statistics
+    }
+}
+
+fn check_shape(shape: &RunnerShape) -> Result<(), Error> {
+    let at_least = |setting, value: usize, least: usize, why: &str| match value >= least {
+        true => Ok(()),
+        false => Err(Error::InvalidSetting {
+            setting,
+            value: value.to_string(),
+            advice: format!("at least {least}{why}"),
+        }),
+    };
+    at_least("max_batch_size", shape.max_batch_size, 1, "")?;
+    at_least("page_size", shape.page_size, 1, "")?;
+    at_least("n_pages", shape.n_pages, 2, " (page 0 is reserved for padding)")?;
+    at_least(
+        "max_seq_length",
+        shape.max_seq_length,
+        2,
+        " (a prompt token and a new one)",
+    )?;
+    at_least("max_in_flight", shape.max_in_flight, 1, "")?;
+    at_least("max_prefill_tokens", shape.max_prefill_tokens, 1, "")
+}
