@@ -50,7 +50,7 @@ pub struct Reservation {
 }
 
 /// Slots, pages, and who owns what. See the [crate's documentation](crate) for an introduction.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct PageTable {
     config: PageTableConfig,
     pages: Vec<PageState>,
@@ -69,7 +69,7 @@ const UNMAPPED: i32 = -1;
 /// `PageState::logical` of a free page.
 const NO_LOGICAL: u32 = u32::MAX;
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 struct PageState {
     /// Slots whose row holds the page.
     owners: u32,
@@ -81,7 +81,7 @@ struct PageState {
     written: u32,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 struct SlotState {
     live: bool,
     dirty: bool,
