@@ -133,9 +133,17 @@ impl PageTable {
             .checked_mul(max_pages_per_slot)
             .ok_or_else(overflow("page table"))?;
 
+        // All memory is taken before any is touched, the largest part first.
+        let mut rows = vec_with_capacity("rows of the page table", n_entries)?;
         let mut pages = vec_with_capacity("pages of the page table", n_pages)?;
-        pages.resize(n_pages, FREE_PAGE);
         let mut slots = vec_with_capacity("slots of the page table", n_slots)?;
+        let mut free_pages = vec_with_capacity("free pages of the page table", n_pages)?;
+        let mut free_slots = vec_with_capacity("free slots of the page table", n_slots)?;
+        let mut dirty = vec_with_capacity("dirty slots of the page table", n_slots)?;
+        rows.resize(max_pages_per_slot, PageId::RESERVED.index() as i32);
+        rows.resize(n_entries, UNMAPPED);
+        pages.resize(n_pages, FREE_PAGE);
+        // Every slot starts dirty: a mirror that follows `drain_dirty` alone is right from its first drain on.
         slots.resize(
             n_slots,
             SlotState {
@@ -143,16 +151,9 @@ impl PageTable {
                 ..DEAD_SLOT
             },
         );
-        let mut rows = vec_with_capacity("rows of the page table", n_entries)?;
-        rows.resize(max_pages_per_slot, PageId::RESERVED.index() as i32);
-        rows.resize(n_entries, UNMAPPED);
-        let mut free_pages = vec_with_capacity("free pages of the page table", n_pages)?;
-        free_pages.extend((1..n_pages as u32).rev().map(PageId::new));
-        let mut free_slots = vec_with_capacity("free slots of the page table", n_slots)?;
-        free_slots.extend((1..n_slots as u32).rev().map(Slot::new));
-        // A mirror that follows `drain_dirty` alone is right from its first drain on.
-        let mut dirty = vec_with_capacity("dirty slots of the page table", n_slots)?;
         dirty.extend((0..n_slots as u32).map(Slot::new));
+        free_pages.extend((1..n_pages as u32).rev().map(PageId::new));
+        free_slots.extend((1..n_slots as u32).rev().map(Slot::new));
         Ok(Self {
             config,
             pages,

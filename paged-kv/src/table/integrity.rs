@@ -259,3 +259,7 @@ impl PageTable {
         Ok(())
     }
 }
+
+#[cfg(test)]
+#[path = "integrity_tests.rs"]
+mod tests;
