@@ -4,6 +4,7 @@
 pub mod backend;
 mod checkpoint;
 mod config;
+pub mod cpu;
 mod error;
 mod generation_config;
 mod json;
@@ -19,6 +20,7 @@ mod weights;
 
 pub use backend::{Backend, Norm, walk};
 pub use config::Qwen3Config;
+pub use cpu::{CpuBackend, LoadOptions};
 pub use error::{Error, Result};
 pub use generation_config::GenerationConfig;
 pub use model::Model;

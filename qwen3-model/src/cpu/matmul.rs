@@ -1,0 +1,337 @@
+//! Products of bf16 matrices with f32 rows: `out[t, n] = Σₖ x[t, k] · w[n, k]`.
+//!
+//! One kernel serves one token and many: a tile of R weight rows and T tokens, whose R·T sums stay
+//! in registers. Two bf16 weights are one 32-bit word, and both become f32 by one operation each:
+//!
+//! ```text
+//! memory      | w₀ w₁ | w₂ w₃ | …        one 32-bit lane per pair
+//! word << 16          → w₀, w₂, …        multiplies x's even elements
+//! word & ffff0000     → w₁, w₃, …        multiplies x's odd elements
+//! ```
+//!
+//! so the rows of x are stored as their even elements followed by their odd ones ([`SplitRows`]),
+//! and no shuffle is needed. Weights are read once from memory: a block of rows that fits the
+//! second-level cache is multiplied with all tokens before the next block.
+//!
+//! Every sum is taken in the same order whatever the tile, so a token's result does not depend on
+//! what else is in the step.
+
+use half::bf16;
+use pulp::{Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::simd::dispatch;
+
+/// Bytes of weights in one task: a few microseconds of reading, and half of a small second-level
+/// cache.
+const BLOCK_BYTES: usize = 128 << 10;
+/// Block sizes are multiples of this, which all tile heights divide.
+const ROW_QUANTUM: usize = 24;
+/// Output elements computed before they are put in place: bounds the scratch memory of a product
+/// with many tokens and a vocabulary of rows.
+const SLAB_ELEMENTS: usize = 1 << 20;
+/// Below this many elements a copy is not worth sharing among threads.
+const PARALLEL_COPY: usize = 1 << 14;
+
+/// Rows of f32, each stored as its even elements followed by its odd ones.
+#[derive(Debug, Default)]
+pub(crate) struct SplitRows {
+    data: Vec<f32>,
+    cols: usize,
+}
+
+impl SplitRows {
+    /// Takes over `rows`, `[n, cols]` with `cols` even.
+    pub(crate) fn set(&mut self, rows: &[f32], cols: usize) {
+        self.cols = cols;
+        // Every element is written below; only growth needs a value.
+        self.data.resize(rows.len(), 0.0);
+        let split = |(to, from): (&mut [f32], &[f32])| {
+            let (even, odd) = to.split_at_mut(cols / 2);
+            for ((pair, even), odd) in from.chunks_exact(2).zip(even).zip(odd) {
+                (*even, *odd) = (pair[0], pair[1]);
+            }
+        };
+        if rows.len() < PARALLEL_COPY {
+            self.data
+                .chunks_exact_mut(cols)
+                .zip(rows.chunks_exact(cols))
+                .for_each(split);
+        } else {
+            self.data
+                .par_chunks_exact_mut(cols)
+                .zip(rows.par_chunks_exact(cols))
+                .for_each(split);
+        }
+    }
+
+    fn n_rows(&self) -> usize {
+        self.data.len() / self.cols
+    }
+
+    fn row(&self, row: usize) -> (&[f32], &[f32]) {
+        self.data[row * self.cols..][..self.cols].split_at(self.cols / 2)
+    }
+}
+
+/// Computes `out[t, ..] = [w₀ x_t, w₁ x_t, …]` for all rows of `x`, the matrices' outputs side by
+/// side. `matrices` are `[rows, cols]` row-major with `cols` as in `x`; `scratch` keeps its size
+/// from call to call.
+pub(crate) fn matmul(matrices: &[&[bf16]], x: &SplitRows, scratch: &mut Vec<f32>, out: &mut [f32]) {
+    let tokens = x.n_rows();
+    let total_rows = matrices.iter().map(|m| m.len() / x.cols).sum::<usize>();
+    debug_assert_eq!(out.len(), tokens * total_rows);
+    let block_rows = (BLOCK_BYTES / (2 * x.cols) / ROW_QUANTUM).max(1) * ROW_QUANTUM;
+    if tokens == 1 {
+        out.par_chunks_mut(block_rows)
+            .enumerate()
+            .for_each(|(block, out)| multiply_block(matrices, x, block * block_rows, out));
+        return;
+    }
+    // Blocks write side by side, [rows, tokens of the block]; then each token gathers its row.
+    let slab_rows = (SLAB_ELEMENTS / tokens / block_rows).max(1) * block_rows;
+    for first in (0..total_rows).step_by(slab_rows) {
+        let rows = slab_rows.min(total_rows - first);
+        scratch.resize(rows * tokens, 0.0);
+        scratch
+            .par_chunks_mut(block_rows * tokens)
+            .enumerate()
+            .for_each(|(block, out)| {
+                multiply_block(matrices, x, first + block * block_rows, out);
+            });
+        let gather = |(token, out): (usize, &mut [f32])| {
+            for (block, out) in out[first..first + rows].chunks_mut(block_rows).enumerate() {
+                let begin = block * block_rows * tokens + token * out.len();
+                out.copy_from_slice(&scratch[begin..begin + out.len()]);
+            }
+        };
+        if rows * tokens < PARALLEL_COPY {
+            out.chunks_exact_mut(total_rows).enumerate().for_each(gather);
+        } else {
+            out.par_chunks_exact_mut(total_rows).enumerate().for_each(gather);
+        }
+    }
+}
+
+/// Rows `first..` of the stacked matrices times all tokens: `out` is `[tokens, rows of the block]`.
+fn multiply_block(matrices: &[&[bf16]], x: &SplitRows, first: usize, out: &mut [f32]) {
+    let rows = out.len() / x.n_rows();
+    let (mut first, mut done) = (first, 0);
+    for matrix in matrices {
+        let matrix_rows = matrix.len() / x.cols;
+        if first < matrix_rows && done < rows {
+            let n = (matrix_rows - first).min(rows - done);
+            let weights = &matrix[first * x.cols..(first + n) * x.cols];
+            dispatch(Block {
+                weights: bytemuck::cast_slice(weights),
+                x,
+                out,
+                stride: rows,
+                column: done,
+            });
+            done += n;
+            first = 0;
+        } else {
+            first = first.saturating_sub(matrix_rows);
+        }
+    }
+}
+
+/// All tokens times the rows of `weights`, into columns `column..` of `out` `[tokens, stride]`.
+struct Block<'a> {
+    weights: &'a [u16],
+    x: &'a SplitRows,
+    out: &'a mut [f32],
+    stride: usize,
+    column: usize,
+}
+
+impl WithSimd for Block<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self {
+            weights,
+            x,
+            out,
+            stride,
+            column,
+        } = self;
+        let mut band = Band {
+            weights,
+            x,
+            out,
+            stride,
+            column,
+        };
+        let tokens = x.n_rows();
+        let mut token = 0;
+        // Twelve sums of a tile and its operands fill sixteen vector registers.
+        while token + 4 <= tokens {
+            band.rows::<S, 3, 4>(simd, token);
+            token += 4;
+        }
+        match tokens - token {
+            3 => band.rows::<S, 4, 3>(simd, token),
+            2 => band.rows::<S, 6, 2>(simd, token),
+            1 => band.rows::<S, 8, 1>(simd, token),
+            _ => {}
+        }
+    }
+}
+
+struct Band<'a> {
+    weights: &'a [u16],
+    x: &'a SplitRows,
+    out: &'a mut [f32],
+    stride: usize,
+    column: usize,
+}
+
+impl Band<'_> {
+    /// T tokens times all rows, R rows at a time.
+    #[inline(always)]
+    fn rows<S: Simd, const R: usize, const T: usize>(&mut self, simd: S, token: usize) {
+        let n_rows = self.weights.len() / self.x.cols;
+        let whole = n_rows / R * R;
+        for row in (0..whole).step_by(R) {
+            self.tile::<S, R, T>(simd, row, token);
+        }
+        for row in whole..n_rows {
+            self.tile::<S, 1, T>(simd, row, token);
+        }
+    }
+
+    #[inline(always)]
+    fn tile<S: Simd, const R: usize, const T: usize>(&mut self, simd: S, row: usize, token: usize) {
+        let cols = self.x.cols;
+        let weights = std::array::from_fn(|r| &self.weights[(row + r) * cols..][..cols]);
+        let x = std::array::from_fn(|t| self.x.row(token + t));
+        let sums: [[f32; T]; R] = dot_tile(simd, weights, x);
+        for (r, sums) in sums.iter().enumerate() {
+            for (t, sum) in sums.iter().enumerate() {
+                self.out[(token + t) * self.stride + self.column + row + r] = *sum;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn dot_tile<S: Simd, const R: usize, const T: usize>(
+    simd: S,
+    weights: [&[u16]; R],
+    x: [(&[f32], &[f32]); T],
+) -> [[f32; T]; R] {
+    let whole = x.first().map_or(0, |(even, _)| even.len()) / S::F32_LANES;
+    let words: [&[S::u16s]; R] = weights.map(|w| &S::as_simd_u16s(w).0[..whole]);
+    let even: [&[S::f32s]; T] = x.map(|(even, _)| &S::as_simd_f32s(even).0[..whole]);
+    let odd: [&[S::f32s]; T] = x.map(|(_, odd)| &S::as_simd_f32s(odd).0[..whole]);
+    let shift = simd.splat_u32s(16);
+    let high = simd.splat_u32s(0xffff_0000);
+    let mut sums = [[simd.splat_f32s(0.0); T]; R];
+    for i in 0..whole {
+        let words: [S::u32s; R] = words.map(|w| bytemuck::cast(w[i]));
+        let low: [S::f32s; R] = words.map(|w| bytemuck::cast(simd.wrapping_dyn_shl_u32s(w, shift)));
+        for t in 0..T {
+            let x = even[t][i];
+            for r in 0..R {
+                sums[r][t] = simd.mul_add_f32s(low[r], x, sums[r][t]);
+            }
+        }
+        let upper: [S::f32s; R] = words.map(|w| bytemuck::cast(simd.and_u32s(w, high)));
+        for t in 0..T {
+            let x = odd[t][i];
+            for r in 0..R {
+                sums[r][t] = simd.mul_add_f32s(upper[r], x, sums[r][t]);
+            }
+        }
+    }
+    let mut result = sums.map(|sums| sums.map(|sum| simd.reduce_sum_f32s(sum)));
+    // What is left of rows whose length is no multiple of the vector's.
+    let done = whole * S::F32_LANES;
+    for (result, weights) in result.iter_mut().zip(weights) {
+        for (result, (even, odd)) in result.iter_mut().zip(x) {
+            let pairs = weights[2 * done..].chunks_exact(2);
+            for ((pair, even), odd) in pairs.zip(&even[done..]).zip(&odd[done..]) {
+                *result = bf16::from_bits(pair[0]).to_f32().mul_add(*even, *result);
+                *result = bf16::from_bits(pair[1]).to_f32().mul_add(*odd, *result);
+            }
+        }
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::random;
+
+    fn activations(seed: u64, len: usize) -> Vec<f32> {
+        random::norm(seed, "x", len)
+            .into_iter()
+            .map(|x| 10.0 * (x - 1.0))
+            .collect()
+    }
+
+    fn product(matrices: &[&[bf16]], x: &[f32], cols: usize) -> Vec<f32> {
+        let rows: usize = matrices.iter().map(|m| m.len() / cols).sum();
+        let mut split = SplitRows::default();
+        split.set(x, cols);
+        let mut out = vec![f32::NAN; x.len() / cols * rows];
+        matmul(matrices, &split, &mut Vec::new(), &mut out);
+        out
+    }
+
+    /// The product in f64, and the sum of magnitudes that bounds its rounding.
+    fn oracle(matrices: &[&[bf16]], x: &[f32], cols: usize) -> Vec<(f64, f64)> {
+        let mut out = Vec::new();
+        for x in x.chunks_exact(cols) {
+            for row in matrices.iter().flat_map(|m| m.chunks_exact(cols)) {
+                let terms = row.iter().zip(x).map(|(w, x)| w.to_f64() * f64::from(*x));
+                out.push(terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs())));
+            }
+        }
+        out
+    }
+
+    proptest! {
+        #[test]
+        fn products_agree_with_f64(
+            half_cols in 1usize..150, rows in prop::collection::vec(1usize..80, 1..4), tokens in 1usize..20, seed: u64,
+        ) {
+            let cols = 2 * half_cols;
+            let matrices: Vec<_> =
+                rows.iter().enumerate().map(|(i, n)| random::matrix(seed, &i.to_string(), n * cols)).collect();
+            let matrices: Vec<_> = matrices.iter().map(Vec::as_slice).collect();
+            let x = activations(seed, tokens * cols);
+            for (got, (exact, size)) in product(&matrices, &x, cols).into_iter().zip(oracle(&matrices, &x, cols)) {
+                prop_assert!((f64::from(got) - exact).abs() <= 1e-6 * size + 1e-30, "{got} for {exact}");
+            }
+        }
+
+        #[test]
+        fn a_token_does_not_depend_on_its_neighbours(
+            cols in prop::sample::select(vec![16usize, 30, 256]), rows in 1usize..100, tokens in 2usize..20, seed: u64,
+        ) {
+            let matrix = random::matrix(seed, "w", rows * cols);
+            let x = activations(seed, tokens * cols);
+            let together = product(&[&matrix], &x, cols);
+            for (x, together) in x.chunks_exact(cols).zip(together.chunks_exact(rows)) {
+                prop_assert_eq!(product(&[&matrix], x, cols), together);
+            }
+        }
+    }
+
+    #[test]
+    fn products_larger_than_a_slab_are_whole() {
+        let (cols, rows, tokens) = (2, SLAB_ELEMENTS / 3 + 7, 5);
+        let matrix = random::matrix(3, "w", rows * cols);
+        let x = activations(3, tokens * cols);
+        let together = product(&[&matrix], &x, cols);
+        let alone = product(&[&matrix], &x[4 * cols..], cols);
+        assert_eq!(together[4 * rows..], alone);
+    }
+}

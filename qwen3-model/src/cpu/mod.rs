@@ -1,0 +1,400 @@
+//! The model on the processor: weights in bf16 where they lie, everything else in f32.
+
+mod attention;
+mod elementwise;
+mod matmul;
+mod simd;
+
+use std::path::Path;
+
+use paged_kv::{KvCache, KvDtype, KvLayout, PageCopy};
+
+use crate::{
+    Backend, Error, FusedMatrix, Model, Norm, Qwen3Config, Result, RopeFrequencies, StepPlan, Weights, walk,
+};
+use attention::Attention;
+use elementwise::{add, for_rows, norm_rope, rms_norm, silu_mul, widen};
+use matmul::{SplitRows, matmul};
+
+/// How a model is set up on the CPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LoadOptions {
+    /// Type of the cached keys and values. f32 (the default) reproduces an f32 model; bf16 halves
+    /// the memory.
+    pub kv_dtype: KvDtype,
+    /// Pages of the cache, the reserved page 0 included.
+    pub n_pages: usize,
+    /// Tokens per page.
+    pub page_size: usize,
+    /// Most tokens in one step. Buffers grow to what is used, not to this.
+    pub max_tokens: usize,
+}
+
+impl Default for LoadOptions {
+    /// f32 cache of 64 pages with 64 tokens each, up to 2048 tokens per step.
+    fn default() -> Self {
+        Self {
+            kv_dtype: KvDtype::F32,
+            n_pages: 64,
+            page_size: 64,
+            max_tokens: 2048,
+        }
+    }
+}
+
+/// [`Backend`] on the processor's cores and vector units.
+///
+/// A step runs on rayon's threads. A token's logits depend on its own sequence only, bit for bit:
+/// not on what else is in the step, and not on how a prompt was cut into chunks.
+pub struct CpuBackend {
+    config: Qwen3Config,
+    weights: Weights,
+    rope: RopeFrequencies,
+    cache: KvCache,
+    max_tokens: usize,
+    step: Step,
+    buffers: Buffers,
+    attention: Attention,
+}
+
+/// What [`Backend::prepare`] took over.
+#[derive(Default)]
+struct Step {
+    token_ids: Vec<u32>,
+    physical: Vec<usize>,
+    logit_rows: Vec<u32>,
+    /// `[tokens, head_dim / 2]` each.
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+/// The buffers in the drawing of [`crate::backend`].
+#[derive(Default)]
+struct Buffers {
+    residual: Vec<f32>,
+    normed: Vec<f32>,
+    qkv: Vec<f32>,
+    /// `[tokens, kv_heads, head_dim]` each, packed for the cache.
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    mixed: Vec<f32>,
+    delta: Vec<f32>,
+    gate_up: Vec<f32>,
+    gated: Vec<f32>,
+    logits: Vec<f32>,
+    /// Input of the product at hand.
+    split: SplitRows,
+    scratch: Vec<f32>,
+}
+
+impl CpuBackend {
+    /// A backend over `weights`, with an empty cache.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for an option that is 0, [`Error::PagedKv`] for a cache that cannot be.
+    pub fn new(config: Qwen3Config, weights: Weights, options: &LoadOptions) -> Result<Self> {
+        let LoadOptions {
+            kv_dtype,
+            n_pages,
+            page_size,
+            max_tokens,
+        } = *options;
+        if max_tokens == 0 {
+            return Err(Error::Option {
+                option: "max_tokens",
+                problem: "is 0".into(),
+            });
+        }
+        let cache = KvCache::new(KvLayout {
+            n_layers: config.n_layers,
+            kv_heads: config.n_kv_heads,
+            head_dim: config.head_dim,
+            n_pages,
+            page_size,
+            dtype: kv_dtype,
+        })?;
+        let rope = config.rope.frequencies(config.head_dim);
+        Ok(Self {
+            config,
+            weights,
+            rope,
+            cache,
+            max_tokens,
+            step: Step::default(),
+            buffers: Buffers::default(),
+            attention: Attention::default(),
+        })
+    }
+
+    /// The weights.
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &KvCache {
+        &self.cache
+    }
+
+    /// The cache, for instance to poison pages in a test.
+    pub fn cache_mut(&mut self) -> &mut KvCache {
+        &mut self.cache
+    }
+
+    fn rms_norm_eps(&self) -> f32 {
+        self.config.rms_norm_eps as f32
+    }
+}
+
+impl Model<CpuBackend> {
+    /// Loads a Hugging Face folder: `config.json` and safetensors. Weights of bf16 files are not
+    /// copied but used from the mapped file.
+    ///
+    /// # Errors
+    /// Those of [`Error`] about files, fields and tensors, and of [`CpuBackend::new`].
+    pub fn load(dir: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
+        let dir = dir.as_ref();
+        let config = Qwen3Config::from_dir(dir)?;
+        let weights = Weights::open(dir, &config)?;
+        Ok(Self::new(CpuBackend::new(config, weights, options)?))
+    }
+
+    /// A model with random weights (see [`Weights::random`]), for measurements.
+    ///
+    /// # Errors
+    /// Those of [`CpuBackend::new`].
+    pub fn random(config: Qwen3Config, seed: u64, options: &LoadOptions) -> Result<Self> {
+        let weights = Weights::random(&config, seed);
+        Ok(Self::new(CpuBackend::new(config, weights, options)?))
+    }
+}
+
+impl Backend for CpuBackend {
+    fn config(&self) -> &Qwen3Config {
+        &self.config
+    }
+
+    fn kv_layout(&self) -> &KvLayout {
+        self.cache.layout()
+    }
+
+    fn max_tokens(&self) -> usize {
+        self.max_tokens
+    }
+
+    fn prepare(&mut self, plan: &StepPlan<'_>) -> Result<()> {
+        let (tokens, max) = (plan.n_tokens(), self.max_tokens);
+        if tokens > max {
+            return Err(Error::StepTooLarge { tokens, max });
+        }
+        let layout = self.cache.layout();
+        let (table_pages, table_page_size) = (plan.table().n_pages(), plan.table().page_size());
+        if (table_pages, table_page_size) != (layout.n_pages, layout.page_size) {
+            let (cache_pages, cache_page_size) = (layout.n_pages, layout.page_size);
+            return Err(Error::CacheShape {
+                table_pages,
+                table_page_size,
+                cache_pages,
+                cache_page_size,
+            });
+        }
+        self.attention.prepare(plan)?;
+        let half = self.config.head_dim / 2;
+        let step = &mut self.step;
+        replace(&mut step.token_ids, plan.token_ids());
+        replace(&mut step.physical, plan.physical());
+        replace(&mut step.logit_rows, plan.logit_rows());
+        step.cos.resize(tokens * half, 0.0);
+        step.sin.resize(tokens * half, 0.0);
+        let angles = step
+            .cos
+            .chunks_exact_mut(half)
+            .zip(step.sin.chunks_exact_mut(half));
+        for (position, (cos, sin)) in plan.positions().iter().zip(angles) {
+            self.rope.cos_sin(*position as usize, cos, sin);
+        }
+        self.buffers.resize(&self.config, tokens, plan.logit_rows().len());
+        Ok(())
+    }
+
+    fn embed(&mut self) -> Result<()> {
+        let (ids, table) = (&self.step.token_ids, &self.weights.embed_tokens);
+        for_rows(&mut self.buffers.residual, self.config.hidden_size, |row, to| {
+            widen(to, table.row(ids[row] as usize));
+        });
+        Ok(())
+    }
+
+    fn rms_norm(&mut self, layer: usize, norm: Norm) -> Result<()> {
+        let (hidden, eps) = (self.config.hidden_size, self.rms_norm_eps());
+        let weights = &self.weights.layers[layer];
+        let weight = match norm {
+            Norm::Attention => &weights.input_norm,
+            Norm::Mlp => &weights.post_attention_norm,
+        };
+        let Buffers {
+            residual,
+            normed,
+            delta,
+            ..
+        } = &mut self.buffers;
+        if (layer, norm) != (0, Norm::Attention) {
+            for_rows(residual, hidden, |row, to| {
+                add(to, &delta[row * hidden..][..hidden])
+            });
+        }
+        for_rows(normed, hidden, |row, to| {
+            rms_norm(to, &residual[row * hidden..][..hidden], weight, eps)
+        });
+        Ok(())
+    }
+
+    fn project(&mut self, layer: usize, matrix: FusedMatrix) -> Result<()> {
+        let Buffers {
+            normed,
+            qkv,
+            mixed,
+            delta,
+            gate_up,
+            gated,
+            split,
+            scratch,
+            ..
+        } = &mut self.buffers;
+        let (input, output) = match matrix {
+            FusedMatrix::Qkv => (normed, qkv),
+            FusedMatrix::O => (mixed, delta),
+            FusedMatrix::GateUp => (normed, gate_up),
+            FusedMatrix::Down => (gated, delta),
+        };
+        let cols = input.len() / self.step.token_ids.len();
+        split.set(input, cols);
+        let weights = &self.weights.layers[layer];
+        let part = |i: usize| {
+            matrix
+                .parts()
+                .get(i)
+                .map_or(&[][..], |&p| weights.projection(p).data())
+        };
+        matmul(&[part(0), part(1), part(2)], split, scratch, output);
+        Ok(())
+    }
+
+    fn qk_norm_rope_write(&mut self, layer: usize) -> Result<()> {
+        let eps = self.rms_norm_eps();
+        let (head_dim, half) = (self.config.head_dim, self.config.head_dim / 2);
+        let (q_size, kv_size, qkv_size) = (
+            self.config.q_size(),
+            self.config.kv_size(),
+            self.config.qkv_size(),
+        );
+        let weights = &self.weights.layers[layer];
+        let Step {
+            cos, sin, physical, ..
+        } = &self.step;
+        let Buffers {
+            qkv, keys, values, ..
+        } = &mut self.buffers;
+        for_rows(qkv, qkv_size, |row, qkv| {
+            let (cos, sin) = (&cos[row * half..][..half], &sin[row * half..][..half]);
+            let (queries, rest) = qkv.split_at_mut(q_size);
+            for head in queries.chunks_exact_mut(head_dim) {
+                norm_rope(head, &weights.q_norm, eps, cos, sin);
+            }
+            for head in rest[..kv_size].chunks_exact_mut(head_dim) {
+                norm_rope(head, &weights.k_norm, eps, cos, sin);
+            }
+        });
+        for (row, qkv) in qkv.chunks_exact(qkv_size).enumerate() {
+            let (key, value) = qkv[q_size..].split_at(kv_size);
+            keys[row * kv_size..][..kv_size].copy_from_slice(key);
+            values[row * kv_size..][..kv_size].copy_from_slice(value);
+        }
+        self.cache.write(layer, physical, keys, values)?;
+        Ok(())
+    }
+
+    fn attention(&mut self, layer: usize) -> Result<()> {
+        let view = self.cache.layer(layer)?;
+        self.attention
+            .run(&self.config, &self.buffers.qkv, view, &mut self.buffers.mixed)
+    }
+
+    fn silu_mul(&mut self) -> Result<()> {
+        let size = self.config.intermediate_size;
+        let gate_up = &self.buffers.gate_up;
+        for_rows(&mut self.buffers.gated, size, |row, to| {
+            let (gate, up) = gate_up[row * 2 * size..][..2 * size].split_at(size);
+            silu_mul(to, gate, up);
+        });
+        Ok(())
+    }
+
+    fn logits(&mut self) -> Result<()> {
+        let wanted = self.step.logit_rows.len();
+        if wanted == 0 {
+            return Ok(());
+        }
+        let (hidden, eps) = (self.config.hidden_size, self.rms_norm_eps());
+        let Buffers {
+            residual,
+            normed,
+            delta,
+            split,
+            scratch,
+            logits,
+            ..
+        } = &mut self.buffers;
+        let normed = &mut normed[..wanted * hidden];
+        for (to, &row) in normed.chunks_exact_mut(hidden).zip(&self.step.logit_rows) {
+            let place = row as usize * hidden..(row as usize + 1) * hidden;
+            add(&mut residual[place.clone()], &delta[place.clone()]);
+            rms_norm(to, &residual[place], &self.weights.norm, eps);
+        }
+        split.set(normed, hidden);
+        matmul(&[self.weights.lm_head.data()], split, scratch, logits);
+        Ok(())
+    }
+
+    fn step(&mut self, plan: &StepPlan<'_>) -> Result<()> {
+        // From within rayon's pool each parallel operation saves the hand-over to it.
+        rayon::scope(|_| {
+            self.prepare(plan)?;
+            walk(self)
+        })
+    }
+
+    fn read_logits(&mut self) -> Result<&[f32]> {
+        Ok(&self.buffers.logits)
+    }
+
+    fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<()> {
+        Ok(self.cache.copy_pages(copies)?)
+    }
+}
+
+fn replace<T: Copy>(to: &mut Vec<T>, from: &[T]) {
+    to.clear();
+    to.extend_from_slice(from);
+}
+
+impl Buffers {
+    fn resize(&mut self, config: &Qwen3Config, tokens: usize, wanted: usize) {
+        let sizes = [
+            (&mut self.residual, tokens * config.hidden_size),
+            (&mut self.normed, tokens * config.hidden_size),
+            (&mut self.qkv, tokens * config.qkv_size()),
+            (&mut self.keys, tokens * config.kv_size()),
+            (&mut self.values, tokens * config.kv_size()),
+            (&mut self.mixed, tokens * config.q_size()),
+            (&mut self.delta, tokens * config.hidden_size),
+            (&mut self.gate_up, tokens * 2 * config.intermediate_size),
+            (&mut self.gated, tokens * config.intermediate_size),
+            (&mut self.logits, wanted * config.vocab_size),
+        ];
+        for (buffer, size) in sizes {
+            buffer.resize(size, 0.0);
+        }
+    }
+}
