@@ -2,6 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::Error;
+use crate::runner::SampledToken;
+
 /// Names one request of an engine. Never used twice by the same engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
@@ -62,4 +65,24 @@ pub struct Completion {
     pub logprobs: Vec<f32>,
     /// Number of the policy (base weights and adapters) under which it was sampled; 0 is the base model.
     pub policy_version: u64,
+}
+
+/// Something that a step brought about.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event<C = Completion> {
+    /// A request got one more token. Never repeated, whatever happens to the request.
+    Token {
+        /// The request.
+        request: RequestId,
+        /// The token and its log-probability.
+        token: SampledToken,
+    },
+    /// A request is over.
+    Finished {
+        /// The request.
+        request: RequestId,
+        /// Its completion, or why it alone failed.
+        result: Result<C, Error>,
+    },
 }

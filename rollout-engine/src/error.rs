@@ -142,6 +142,10 @@ pub enum Error {
         reason: String,
     },
 
+    /// The model could not be loaded or run.
+    #[error(transparent)]
+    Model(#[from] qwen3_model::Error),
+
     /// The page table refused an operation.
     #[error("page table: {0}")]
     Pages(#[from] paged_kv::Error),

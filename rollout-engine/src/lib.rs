@@ -1,19 +1,32 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod builder;
+pub mod bundled;
 mod completion;
+mod device;
+mod engine;
 mod error;
 pub mod fake_runner;
+pub mod memory;
+mod model_runner;
+pub mod pool;
 mod request;
 pub mod runner;
+mod sampling;
 pub mod scheduler;
 mod statistics;
 pub mod text;
 
-pub use completion::{Completion, FinishReason, RequestId, TokenCompletion};
+pub use builder::{BuiltEngine, EngineBuilder};
+pub use completion::{Completion, Event, FinishReason, RequestId, TokenCompletion};
+pub use device::DeviceChoice;
+pub use engine::{Engine, Finished, Stream};
 pub use error::Error;
 pub use fake_runner::FakeRunner;
+pub use model_runner::ModelRunner;
+pub use pool::PoolSettings;
 pub use request::{ChatPrompt, Prompt, Request, SamplingParams};
 pub use runner::{Runner, RunnerShape};
-pub use scheduler::{Event, Scheduler};
+pub use scheduler::Scheduler;
 pub use statistics::Statistics;

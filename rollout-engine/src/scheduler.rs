@@ -27,30 +27,10 @@ use paged_kv::{PageCopy, PageTable, PageTableConfig, Slot};
 use sequence::Sequence;
 
 use crate::Error;
-use crate::completion::{RequestId, TokenCompletion};
+use crate::completion::{Event, RequestId, TokenCompletion};
 use crate::request::SamplingParams;
 use crate::runner::{Runner, RunnerShape, SampledToken};
 use crate::statistics::Statistics;
-
-/// Something that a step brought about.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum Event {
-    /// A request got one more token. Never repeated, whatever happens to the request.
-    Token {
-        /// The request.
-        request: RequestId,
-        /// The token and its log-probability.
-        token: SampledToken,
-    },
-    /// A request is over.
-    Finished {
-        /// The request.
-        request: RequestId,
-        /// Its completion, or why it alone failed.
-        result: Result<TokenCompletion, Error>,
-    },
-}
 
 /// Drives a [`Runner`] for any number of requests, in token ids. [`Engine`](crate::Engine) adds text.
 pub struct Scheduler<R> {
@@ -186,7 +166,7 @@ impl<R: Runner> Scheduler<R> {
     /// # Errors
     /// The runner failed, or no progress is possible. All unfinished requests are then given up (their pages and
     /// slots are free again, no event follows for them); the scheduler accepts new ones.
-    pub fn step(&mut self, events: &mut Vec<Event>) -> Result<(), Error> {
+    pub fn step(&mut self, events: &mut Vec<Event<TokenCompletion>>) -> Result<(), Error> {
         let result = self.try_step(events);
         if result.is_err() {
             self.abort_all();
@@ -194,7 +174,7 @@ impl<R: Runner> Scheduler<R> {
         result
     }
 
-    fn try_step(&mut self, events: &mut Vec<Event>) -> Result<(), Error> {
+    fn try_step(&mut self, events: &mut Vec<Event<TokenCompletion>>) -> Result<(), Error> {
         while self.in_flight.len() < self.shape.max_in_flight && self.submit_step()? {}
         let Some(owners) = self.in_flight.pop_front() else {
             if self.has_unfinished() {
@@ -224,7 +204,7 @@ impl<R: Runner> Scheduler<R> {
         &mut self,
         request: RequestId,
         token: SampledToken,
-        events: &mut Vec<Event>,
+        events: &mut Vec<Event<TokenCompletion>>,
     ) -> Result<(), Error> {
         let Some(sequence) = self.running.get_mut(&request) else {
             // The sequence ended or was cancelled while this row was already under way.

@@ -1,0 +1,138 @@
+//! Building an engine from a model folder.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use paged_kv::KvDtype;
+use qwen3_model::{GenerationConfig, Qwen3Config};
+
+use crate::device::{self, DeviceChoice, OpenedDevice};
+use crate::engine::Engine;
+use crate::pool::PoolSettings;
+use crate::text::TextPipeline;
+use crate::{Error, bundled};
+
+/// Settings of an engine. All have defaults; without a model folder the bundled model is used.
+#[derive(Clone, Debug, Default)]
+pub struct EngineBuilder {
+    model_dir: Option<PathBuf>,
+    device: DeviceChoice,
+    settings: RunnerSettings,
+}
+
+/// What a device needs to know besides the model folder.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RunnerSettings {
+    pub(crate) pool: PoolSettings,
+    pub(crate) kv_dtype: Option<KvDtype>,
+}
+
+/// An engine with what there is to say about how it was built.
+#[derive(Debug)]
+pub struct BuiltEngine {
+    /// The engine.
+    pub engine: Engine,
+    /// One line for the user if the device `auto` could not use a GPU.
+    pub notice: Option<String>,
+}
+
+impl EngineBuilder {
+    /// Default settings.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A folder in Hugging Face form: `config.json`, safetensors, and for text `tokenizer.json`.
+    #[must_use]
+    pub fn model(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.model_dir = Some(dir.into());
+        self
+    }
+
+    /// Where to run. Default: [`DeviceChoice::Auto`].
+    #[must_use]
+    pub fn device(mut self, device: DeviceChoice) -> Self {
+        self.device = device;
+        self
+    }
+
+    /// All sizes at once.
+    #[must_use]
+    pub fn pool(mut self, pool: PoolSettings) -> Self {
+        self.settings.pool = pool;
+        self
+    }
+
+    /// Most sequences at once. Default: 64.
+    #[must_use]
+    pub fn max_batch_size(mut self, sequences: usize) -> Self {
+        self.settings.pool.max_batch_size = Some(sequences);
+        self
+    }
+
+    /// Most tokens of prompt and completion together. Default: the model's positions.
+    #[must_use]
+    pub fn max_seq_length(mut self, tokens: usize) -> Self {
+        self.settings.pool.max_seq_length = Some(tokens);
+        self
+    }
+
+    /// Pages of the KV cache, the reserved page 0 included. Default: see [`PoolSettings::n_pages`].
+    #[must_use]
+    pub fn n_pages(mut self, pages: usize) -> Self {
+        self.settings.pool.n_pages = Some(pages);
+        self
+    }
+
+    /// Token positions per page. Default: 64.
+    #[must_use]
+    pub fn page_size(mut self, tokens: usize) -> Self {
+        self.settings.pool.page_size = Some(tokens);
+        self
+    }
+
+    /// Most prompt tokens per step, which bounds the memory for activations. Default: 512 on a CPU.
+    #[must_use]
+    pub fn max_prefill_tokens(mut self, tokens: usize) -> Self {
+        self.settings.pool.max_prefill_tokens = Some(tokens);
+        self
+    }
+
+    /// Type of the KV cache. Default: f32 on a CPU, bf16 on a GPU.
+    #[must_use]
+    pub fn kv_dtype(mut self, dtype: KvDtype) -> Self {
+        self.settings.kv_dtype = Some(dtype);
+        self
+    }
+
+    /// Loads the model.
+    ///
+    /// # Errors
+    /// A file of the folder is missing or wrong, a setting cannot work, or the device cannot be used.
+    pub fn build(self) -> Result<Engine, Error> {
+        Ok(self.build_with_notice()?.engine)
+    }
+
+    /// As [`EngineBuilder::build`], with the line that says why `auto` did not use a GPU.
+    ///
+    /// # Errors
+    /// As for `build`.
+    pub fn build_with_notice(self) -> Result<BuiltEngine, Error> {
+        let dir = match self.model_dir {
+            Some(dir) => dir,
+            None => bundled::model_dir()?,
+        };
+        let config = Qwen3Config::from_dir(&dir)?;
+        let generation = GenerationConfig::from_dir(&dir)?.unwrap_or_default();
+        let eos_token_ids = match generation.eos_token_ids.is_empty() {
+            true => config.eos_token_ids.clone(),
+            false => generation.eos_token_ids,
+        };
+        let text = TextPipeline::from_dir(&dir)?.map(Arc::new);
+        let OpenedDevice { runner, notice } = device::open(self.device, &dir, &config, &self.settings)?;
+        Ok(BuiltEngine {
+            engine: Engine::with_runner(runner, eos_token_ids, text)?,
+            notice,
+        })
+    }
+}

@@ -1,0 +1,135 @@
+//! Which device runs the model: the only place that knows all of them.
+
+use std::path::Path;
+use std::str::FromStr;
+
+use paged_kv::{KvDtype, KvLayout};
+use qwen3_model::{Backend, CpuBackend, LoadOptions, Model, Qwen3Config, Weights};
+
+use crate::Error;
+use crate::builder::RunnerSettings;
+use crate::model_runner::ModelRunner;
+use crate::pool::PoolLimits;
+use crate::runner::{Runner, RunnerMemory};
+
+/// The device that a user asks for: `auto`, `cpu`, `cuda` (the first GPU) or `cuda:N`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DeviceChoice {
+    /// The first NVIDIA GPU if it can be used, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU, all cores.
+    Cpu,
+    /// An NVIDIA GPU, by its ordinal.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let invalid = || Error::InvalidSetting {
+            setting: "device",
+            value: text.to_string(),
+            advice: "use auto, cpu or cuda:N, such as cuda:0".into(),
+        };
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => {
+                let ordinal = text.strip_prefix("cuda:").ok_or_else(invalid)?;
+                ordinal.parse().map(Self::Cuda).map_err(|_| invalid())
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Auto => write!(f, "auto"),
+            Self::Cpu => write!(f, "cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// A runner that is ready, and what the user should be told about how it was chosen.
+pub(crate) struct OpenedDevice {
+    pub(crate) runner: Box<dyn Runner + Send>,
+    /// One line, if `auto` could not use a GPU.
+    pub(crate) notice: Option<String>,
+}
+
+/// Loads the model of a folder onto the chosen device.
+pub(crate) fn open(
+    choice: DeviceChoice,
+    model_dir: &Path,
+    config: &Qwen3Config,
+    settings: &RunnerSettings,
+) -> Result<OpenedDevice, Error> {
+    let opened = |runner| OpenedDevice { runner, notice: None };
+    match choice {
+        DeviceChoice::Cpu => open_cpu(model_dir, config, settings).map(opened),
+        DeviceChoice::Cuda(ordinal) => open_cuda(ordinal, model_dir, config, settings).map(opened),
+        DeviceChoice::Auto => match open_cuda(0, model_dir, config, settings) {
+            Ok(runner) => Ok(opened(runner)),
+            Err(Error::DeviceUnavailable { reason, .. }) => Ok(OpenedDevice {
+                runner: open_cpu(model_dir, config, settings)?,
+                notice: Some(format!("using the CPU: {reason}")),
+            }),
+            Err(other) => Err(other),
+        },
+    }
+}
+
+fn open_cpu(
+    model_dir: &Path,
+    config: &Qwen3Config,
+    settings: &RunnerSettings,
+) -> Result<Box<dyn Runner + Send>, Error> {
+    let kv_dtype = settings.kv_dtype.unwrap_or(KvDtype::F32);
+    let layout = KvLayout {
+        n_layers: config.n_layers,
+        kv_heads: config.n_kv_heads,
+        head_dim: config.head_dim,
+        n_pages: 2,
+        page_size: 1,
+        dtype: kv_dtype,
+    };
+    let shape = settings
+        .pool
+        .resolve(config, &PoolLimits::of_this_machine(layout.bytes_per_token()?))?;
+    let mut options = LoadOptions::default();
+    options.kv_dtype = kv_dtype;
+    options.n_pages = shape.n_pages;
+    options.page_size = shape.page_size;
+    options.max_tokens = shape.max_prefill_tokens + shape.max_batch_size;
+    let weights = Weights::open(model_dir, config)?;
+    let backend = CpuBackend::new(config.clone(), weights, &options)?;
+    let memory = RunnerMemory {
+        weight_bytes: backend.weights().bytes(),
+        kv_bytes: backend.kv_layout().bytes()?,
+    };
+    let device = format!("cpu ({} threads)", rayon::current_num_threads());
+    Ok(Box::new(ModelRunner::new(
+        Model::new(backend),
+        shape,
+        device,
+        memory,
+    )))
+}
+
+fn open_cuda(
+    ordinal: usize,
+    _model_dir: &Path,
+    _config: &Qwen3Config,
+    _settings: &RunnerSettings,
+) -> Result<Box<dyn Runner + Send>, Error> {
+    Err(Error::DeviceUnavailable {
+        device: DeviceChoice::Cuda(ordinal).to_string(),
+        reason: "this build has no CUDA support".into(),
+    })
+}

@@ -1,0 +1,260 @@
+//! The engine: requests in, completions out.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use crate::Error;
+use crate::builder::EngineBuilder;
+use crate::completion::{Completion, Event, RequestId, TokenCompletion};
+use crate::request::{Prompt, Request, SamplingParams};
+use crate::runner::Runner;
+use crate::scheduler::Scheduler;
+use crate::statistics::Statistics;
+use crate::text::TextPipeline;
+
+/// Generates completions on one device.
+///
+/// Three ways to use it: [`Engine::generate`] for a batch as a whole, [`Engine::stream`] for completions as they
+/// finish, and [`Engine::submit`] with [`Engine::step`] for a loop of one's own, such as a server's.
+pub struct Engine<R = Box<dyn Runner + Send>> {
+    scheduler: Scheduler<R>,
+    text: Option<Arc<TextPipeline>>,
+    /// Events of other requests that came while a stream was being read.
+    backlog: VecDeque<Event>,
+}
+
+impl<R> std::fmt::Debug for Engine<R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine")
+            .field("scheduler", &self.scheduler)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// Settings for an engine, to be built from a model folder.
+    pub fn builder() -> EngineBuilder {
+        EngineBuilder::new()
+    }
+}
+
+impl<R: Runner> Engine<R> {
+    /// An engine over a runner of one's own. Without `text` prompts must be token ids and completions have no text.
+    ///
+    /// # Errors
+    /// The runner's shape cannot work.
+    pub fn with_runner(
+        runner: R,
+        eos_token_ids: Vec<u32>,
+        text: Option<Arc<TextPipeline>>,
+    ) -> Result<Self, Error> {
+        Ok(Self {
+            scheduler: Scheduler::new(runner, eos_token_ids)?,
+            text,
+            backlog: VecDeque::new(),
+        })
+    }
+
+    /// Accepts a request.
+    ///
+    /// # Errors
+    /// The prompt cannot be tokenized, or the request could never be completed: see [`Scheduler::submit`].
+    pub fn submit(&mut self, request: &Request) -> Result<RequestId, Error> {
+        let prompt = self.encode(&request.prompt)?;
+        self.submit_token_ids(prompt, &request.sampling)
+    }
+
+    /// Accepts a prompt that has been tokenized already.
+    ///
+    /// # Errors
+    /// As for [`Scheduler::submit`].
+    pub fn submit_token_ids(
+        &mut self,
+        prompt: Vec<u32>,
+        sampling: &SamplingParams,
+    ) -> Result<RequestId, Error> {
+        self.scheduler.submit(prompt, sampling)
+    }
+
+    /// The token ids of a prompt.
+    ///
+    /// # Errors
+    /// As for [`TextPipeline::encode`], and [`Error::NoTokenizer`].
+    pub fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>, Error> {
+        match (prompt, &self.text) {
+            (Prompt::TokenIds(ids), _) => Ok(ids.clone()),
+            (_, Some(text)) => text.encode(prompt),
+            (_, None) => Err(Error::NoTokenizer),
+        }
+    }
+
+    /// Takes one step and gives what it brought about. Empty if there is nothing to do.
+    ///
+    /// # Errors
+    /// The step failed and all unfinished requests are given up; see [`Scheduler::step`].
+    pub fn step(&mut self) -> Result<Vec<Event>, Error> {
+        let mut events = Vec::new();
+        self.scheduler.step(&mut events)?;
+        let text = self.text.as_deref();
+        Ok(self
+            .backlog
+            .drain(..)
+            .chain(events.into_iter().map(|event| with_text(event, text)))
+            .collect())
+    }
+
+    /// Whether any request waits or runs.
+    pub fn has_unfinished(&self) -> bool {
+        self.scheduler.has_unfinished()
+    }
+
+    /// Ends a request without a completion. False if it is not unfinished.
+    pub fn cancel(&mut self, request: RequestId) -> bool {
+        self.scheduler.cancel(request)
+    }
+
+    /// Completes all requests. The results are in the order of the requests; a request that is refused or fails
+    /// has its error there and does not disturb the others.
+    ///
+    /// # Errors
+    /// The device failed: no result is left.
+    pub fn generate(&mut self, requests: &[Request]) -> Result<Vec<Result<Completion, Error>>, Error> {
+        let mut results: Vec<_> = requests.iter().map(|_| None).collect();
+        for finished in self.stream(requests) {
+            let Finished { index, result } = finished?;
+            results[index] = Some(result);
+        }
+        let lost = |_| Error::Stalled {
+            waiting: 0,
+            running: 0,
+            free_pages: 0,
+        };
+        results
+            .into_iter()
+            .map(|result| result.ok_or(()).map_err(lost))
+            .collect()
+    }
+
+    /// Completes all requests, one result at a time as they finish. Dropping the iterator cancels what is left.
+    pub fn stream(&mut self, requests: &[Request]) -> Stream<'_, R> {
+        let mut ready = VecDeque::new();
+        let mut open = HashMap::new();
+        for (index, request) in requests.iter().enumerate() {
+            match self.submit(request) {
+                Ok(id) => {
+                    open.insert(id, index);
+                }
+                Err(error) => ready.push_back(Finished {
+                    index,
+                    result: Err(error),
+                }),
+            }
+        }
+        Stream {
+            engine: self,
+            open,
+            ready,
+        }
+    }
+
+    /// The scheduler, to look at.
+    pub fn scheduler(&self) -> &Scheduler<R> {
+        &self.scheduler
+    }
+
+    /// The runner, to look at.
+    pub fn runner(&self) -> &R {
+        self.scheduler.runner()
+    }
+
+    /// Tokenizer and chat templates, if there are any.
+    pub fn text(&self) -> Option<&Arc<TextPipeline>> {
+        self.text.as_ref()
+    }
+
+    /// Counters since the engine was made.
+    pub fn statistics(&self) -> &Statistics {
+        self.scheduler.statistics()
+    }
+}
+
+fn with_text(event: Event<TokenCompletion>, text: Option<&TextPipeline>) -> Event {
+    match event {
+        Event::Token { request, token } => Event::Token { request, token },
+        Event::Finished { request, result } => {
+            let result = result.and_then(|completion| {
+                let text = text.map_or(Ok(String::new()), |text| text.decode(&completion.token_ids))?;
+                Ok(Completion {
+                    prompt_token_ids: completion.prompt_token_ids,
+                    token_ids: completion.token_ids,
+                    text,
+                    finish_reason: completion.finish_reason,
+                    logprobs: completion.logprobs,
+                    policy_version: completion.policy_version,
+                })
+            });
+            Event::Finished { request, result }
+        }
+    }
+}
+
+/// One finished request of a [`Stream`].
+#[derive(Debug)]
+pub struct Finished {
+    /// Index of the request in the slice given to [`Engine::stream`].
+    pub index: usize,
+    /// Its completion, or why it alone was refused or failed.
+    pub result: Result<Completion, Error>,
+}
+
+/// Completions as they finish. An `Err` item means that the device failed; nothing follows it.
+#[derive(Debug)]
+pub struct Stream<'a, R: Runner> {
+    engine: &'a mut Engine<R>,
+    open: HashMap<RequestId, usize>,
+    ready: VecDeque<Finished>,
+}
+
+impl<R: Runner> Iterator for Stream<'_, R> {
+    type Item = Result<Finished, Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        loop {
+            if let Some(finished) = self.ready.pop_front() {
+                return Some(Ok(finished));
+            }
+            if self.open.is_empty() {
+                return None;
+            }
+            let events = match self.engine.step() {
+                Ok(events) => events,
+                Err(error) => {
+                    self.open.clear();
+                    return Some(Err(error));
+                }
+            };
+            let mut others = VecDeque::new();
+            for event in events {
+                let (Event::Token { request, .. } | Event::Finished { request, .. }) = &event;
+                match self.open.get(request) {
+                    None => others.push_back(event),
+                    Some(&index) => {
+                        if let Event::Finished { request, result } = event {
+                            self.open.remove(&request);
+                            self.ready.push_back(Finished { index, result });
+                        }
+                    }
+                }
+            }
+            self.engine.backlog = others;
+        }
+    }
+}
+
+impl<R: Runner> Drop for Stream<'_, R> {
+    fn drop(&mut self) {
+        for &request in self.open.keys() {
+            self.engine.scheduler.cancel(request);
+        }
+    }
+}

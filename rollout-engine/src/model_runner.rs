@@ -1,0 +1,130 @@
+//! A runner over a [`qwen3_model::Model`] whose logits are read back and sampled on the CPU.
+
+use paged_kv::PageTable;
+use qwen3_model::{Backend, Model, SequenceChunk, StepBatch};
+
+use crate::Error;
+use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
+use crate::sampling::sample_rows;
+
+/// Runs each step to its end when it is submitted; prompts and decode rows share one pass through the layers.
+#[derive(Debug)]
+pub struct ModelRunner<B> {
+    model: Model<B>,
+    shape: RunnerShape,
+    device: String,
+    memory: RunnerMemory,
+    /// The token sampled last for each slot.
+    last_tokens: Vec<u32>,
+    /// The result of the submitted step.
+    ready: Option<Vec<SampledToken>>,
+    /// Buffers of [`ModelRunner::submit`], kept to allocate nothing per step.
+    token_ids: Vec<u32>,
+    chunks: Vec<SequenceChunk>,
+}
+
+impl<B: Backend> ModelRunner<B> {
+    /// A runner over `model`, whose cache has the pages that `shape` says. `device` and `memory` are for reports.
+    pub fn new(model: Model<B>, shape: RunnerShape, device: String, memory: RunnerMemory) -> Self {
+        let shape = RunnerShape {
+            vocab_size: model.config().vocab_size,
+            max_in_flight: 1,
+            ..shape
+        };
+        Self {
+            last_tokens: vec![0; shape.max_batch_size.saturating_add(1)],
+            model,
+            shape,
+            device,
+            memory,
+            ready: None,
+            token_ids: Vec::new(),
+            chunks: Vec::new(),
+        }
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model<B> {
+        &self.model
+    }
+
+    fn error(&self, reason: &str) -> Error {
+        Error::Runner {
+            device: self.device.clone(),
+            reason: reason.into(),
+        }
+    }
+}
+
+impl<B: Backend> Runner for ModelRunner<B> {
+    fn shape(&self) -> RunnerShape {
+        self.shape
+    }
+
+    fn device(&self) -> String {
+        self.device.clone()
+    }
+
+    fn memory(&self) -> RunnerMemory {
+        self.memory
+    }
+
+    fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {
+        if self.ready.is_some() {
+            return Err(self.error("a step was submitted before the last one was collected"));
+        }
+        let slots = step
+            .prefill
+            .iter()
+            .map(|chunk| chunk.slot)
+            .chain(step.decode.iter().map(|row| row.slot));
+        if let Some(slot) = slots.clone().find(|slot| slot.index() >= self.last_tokens.len()) {
+            return Err(self.error(&format!("slot {slot} is beyond the batch")));
+        }
+        self.token_ids.clear();
+        self.token_ids.extend_from_slice(&step.token_ids);
+        self.token_ids
+            .extend(step.decode.iter().map(|row| self.last_tokens[row.slot.index()]));
+        self.chunks.clear();
+        self.chunks.extend(step.prefill.iter().map(|chunk| SequenceChunk {
+            slot: chunk.slot,
+            start: chunk.start,
+            len: chunk.len,
+            wants_logits: chunk.sample.is_some(),
+        }));
+        self.chunks.extend(step.decode.iter().map(|row| SequenceChunk {
+            slot: row.slot,
+            start: row.position,
+            len: 1,
+            wants_logits: true,
+        }));
+        let sampling: Vec<_> = (step.prefill.iter().filter_map(|chunk| chunk.sample))
+            .chain(step.decode.iter().map(|row| row.sampling))
+            .collect();
+        if !step.copies.is_empty() {
+            self.model.copy_pages(&step.copies)?;
+        }
+        let batch = StepBatch {
+            token_ids: &self.token_ids,
+            chunks: &self.chunks,
+        };
+        let logits = self.model.forward(&batch, pages)?;
+        let sampled = sample_rows(logits, self.shape.vocab_size, &sampling);
+        let wanted = self.chunks.iter().filter(|chunk| chunk.wants_logits);
+        for (chunk, token) in wanted.zip(&sampled) {
+            self.last_tokens[chunk.slot.index()] = token.token;
+        }
+        self.ready = Some(sampled);
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Vec<SampledToken>, Error> {
+        self.ready
+            .take()
+            .ok_or_else(|| self.error("nothing was submitted"))
+    }
+
+    fn reset(&mut self) {
+        self.ready = None;
+    }
+}

@@ -1,0 +1,62 @@
+//! From a prompt in any form to token ids, and from new tokens to text.
+
+use std::path::Path;
+
+use super::{ChatTemplates, Tokenizer};
+use crate::Error;
+use crate::request::Prompt;
+
+/// Tokenizer and chat templates of one model. Needs no engine: a server can use it on its own threads.
+#[derive(Debug)]
+pub struct TextPipeline {
+    tokenizer: Tokenizer,
+    chat_templates: ChatTemplates,
+}
+
+impl TextPipeline {
+    /// Reads `tokenizer.json` and the chat template of a model folder. `None` if the folder has no tokenizer.
+    ///
+    /// # Errors
+    /// A file cannot be read or is not what it should be; the message names it.
+    pub fn from_dir(dir: impl AsRef<Path>) -> Result<Option<Self>, Error> {
+        let dir = dir.as_ref();
+        let path = dir.join("tokenizer.json");
+        if !path.exists() {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            tokenizer: Tokenizer::from_file(path)?,
+            chat_templates: ChatTemplates::from_dir(dir)?,
+        }))
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The chat templates; empty if the model has none.
+    pub fn chat_templates(&self) -> &ChatTemplates {
+        &self.chat_templates
+    }
+
+    /// The token ids of a prompt.
+    ///
+    /// # Errors
+    /// The tokenizer or the chat template refused the prompt, or there is no chat template for a conversation.
+    pub fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>, Error> {
+        match prompt {
+            Prompt::Text(text) => self.tokenizer.encode(text, true),
+            Prompt::Chat(chat) => self.tokenizer.encode(&self.chat_templates.render(chat)?, false),
+            Prompt::TokenIds(ids) => Ok(ids.clone()),
+        }
+    }
+
+    /// The text of a completion: its tokens without special ones.
+    ///
+    /// # Errors
+    /// The tokenizer's decoder failed.
+    pub fn decode(&self, token_ids: &[u32]) -> Result<String, Error> {
+        self.tokenizer.decode(token_ids, true)
+    }
+}
