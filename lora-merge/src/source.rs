@@ -1,0 +1,199 @@
+//! Where pristine weights come from: memory for speed, or a file that is read again for a smaller footprint.
+
+use crate::{Error, ModuleSpec, Result};
+use half::bf16;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+use std::sync::Mutex;
+
+/// The base model's weights, which nobody ever writes.
+///
+/// Modules are counted in the order of the [`ModuleSpec`]s of the [`crate::MergedStore`]. Every call for the same
+/// module must give the same bits; `verify-no-drift` checks that it does.
+pub trait PristineSource: Send + Sync {
+    /// The weight, row-major as stored, if it lies in memory (owned, borrowed or mapped).
+    fn slice(&self, module: usize) -> Option<&[bf16]>;
+
+    /// Copies the weight into `out`. Called only where [`PristineSource::slice`] gives `None`.
+    ///
+    /// # Errors
+    /// A text that says what failed.
+    fn read(&self, module: usize, out: &mut [bf16]) -> Result<(), String> {
+        let slice = self.slice(module).ok_or("the source holds no such module")?;
+        if slice.len() != out.len() {
+            return Err(format!("{} elements instead of {}", slice.len(), out.len()));
+        }
+        out.copy_from_slice(slice);
+        Ok(())
+    }
+
+    /// The base module's bias `[out]`, if it has one.
+    fn bias(&self, module: usize) -> Option<&[f32]> {
+        let _ = module;
+        None
+    }
+
+    /// Bytes of memory that this module's pristine copy takes. A mapped file takes none of its own.
+    fn resident_bytes(&self, module: usize) -> usize {
+        self.slice(module).map_or(0, size_of_val)
+    }
+}
+
+/// Weights in memory that the source owns.
+#[derive(Clone, Debug, Default)]
+pub struct OwnedWeights {
+    weights: Vec<Box<[bf16]>>,
+    biases: Vec<Option<Box<[f32]>>>,
+}
+
+impl OwnedWeights {
+    /// One weight per module, in the order of the specs. Panics: none.
+    pub fn new(weights: impl IntoIterator<Item = Vec<bf16>>) -> Self {
+        let weights: Vec<_> = weights.into_iter().map(Vec::into_boxed_slice).collect();
+        Self {
+            biases: vec![None; weights.len()],
+            weights,
+        }
+    }
+
+    /// Gives a module's base a bias `[out]`. Panics: none.
+    #[must_use]
+    pub fn with_bias(mut self, module: usize, bias: Vec<f32>) -> Self {
+        if let Some(slot) = self.biases.get_mut(module) {
+            *slot = Some(bias.into_boxed_slice());
+        }
+        self
+    }
+}
+
+impl PristineSource for OwnedWeights {
+    fn slice(&self, module: usize) -> Option<&[bf16]> {
+        self.weights.get(module).map(|w| &w[..])
+    }
+
+    fn bias(&self, module: usize) -> Option<&[f32]> {
+        self.biases.get(module)?.as_deref()
+    }
+}
+
+/// Weights in memory that belong to someone else.
+#[derive(Clone, Debug)]
+pub struct BorrowedWeights<'a>(pub Vec<&'a [bf16]>);
+
+impl PristineSource for BorrowedWeights<'_> {
+    fn slice(&self, module: usize) -> Option<&[bf16]> {
+        self.0.get(module).copied()
+    }
+
+    fn resident_bytes(&self, _module: usize) -> usize {
+        0
+    }
+}
+
+/// Weights that are read from a file again at every refresh: half the memory, a slower refresh.
+#[derive(Debug)]
+pub struct FileWeights {
+    file: Mutex<File>,
+    offsets: Vec<u64>,
+}
+
+impl FileWeights {
+    /// Reads little-endian bf16 at one byte offset per module.
+    ///
+    /// # Errors
+    /// [`Error::Read`] if the file cannot be opened; [`Error::Pristine`] if a module lies beyond its end. Panics:
+    /// none.
+    pub fn open(path: impl AsRef<Path>, specs: &[ModuleSpec], offsets: Vec<u64>) -> Result<Self> {
+        let path = path.as_ref();
+        let fail = |source| Error::Read {
+            path: path.to_owned(),
+            source,
+        };
+        let file = File::open(path).map_err(fail)?;
+        let len = file.metadata().map_err(fail)?.len();
+        crate::resolve::check_length("the list of offsets", specs.len(), offsets.len())?;
+        for (spec, offset) in specs.iter().zip(&offsets) {
+            let end = offset.saturating_add(2 * spec.elements() as u64);
+            if end > len {
+                let reason = format!("bytes {offset}..{end} of a file of {len} bytes");
+                return Err(Error::Pristine {
+                    module: spec.name.clone(),
+                    reason,
+                });
+            }
+        }
+        Ok(Self {
+            file: Mutex::new(file),
+            offsets,
+        })
+    }
+
+    /// The bf16 tensors of a safetensors file, by `{module}.weight`.
+    ///
+    /// # Errors
+    /// As [`FileWeights::open`], and [`Error::Pristine`] for a tensor that is absent, is no bf16 or has another
+    /// shape. Panics: none.
+    pub fn from_safetensors(path: impl AsRef<Path>, specs: &[ModuleSpec]) -> Result<Self> {
+        let path = path.as_ref();
+        let fail = |source| Error::Read {
+            path: path.to_owned(),
+            source,
+        };
+        let mut file = File::open(path).map_err(fail)?;
+        let file_len = file.metadata().map_err(fail)?.len();
+        let mut len = [0u8; 8];
+        file.read_exact(&mut len).map_err(fail)?;
+        let len = u64::from_le_bytes(len);
+        if len > file_len.saturating_sub(8) || len > 100_000_000 {
+            return Err(Error::Container {
+                reason: format!("a header of {len} bytes in a file of {file_len}"),
+            });
+        }
+        let mut header = Vec::new();
+        header.extend_from_slice(&len.to_le_bytes());
+        file.take(len).read_to_end(&mut header).map_err(fail)?;
+        let (_, metadata) =
+            safetensors::SafeTensors::read_metadata(&header).map_err(|e| Error::Container {
+                reason: e.to_string(),
+            })?;
+        let offset = |spec: &ModuleSpec| {
+            let fail = |reason: String| Error::Pristine {
+                module: spec.name.clone(),
+                reason,
+            };
+            let info = metadata
+                .info(&format!("{}.weight", spec.name))
+                .ok_or_else(|| fail("no such tensor".into()))?;
+            let (rows, columns) = spec.stored_shape();
+            if info.dtype != safetensors::Dtype::BF16 || info.shape != [rows, columns] {
+                return Err(fail(format!(
+                    "{:?} {:?} instead of BF16 [{rows}, {columns}]",
+                    info.dtype, info.shape
+                )));
+            }
+            Ok(8 + len + info.data_offsets.0 as u64)
+        };
+        Self::open(path, specs, specs.iter().map(offset).collect::<Result<_>>()?)
+    }
+}
+
+impl PristineSource for FileWeights {
+    fn slice(&self, _module: usize) -> Option<&[bf16]> {
+        None
+    }
+
+    fn read(&self, module: usize, out: &mut [bf16]) -> Result<(), String> {
+        let offset = *self.offsets.get(module).ok_or("no such module")?;
+        let mut file = self.file.lock().map_err(|_| "a reader panicked")?;
+        file.seek(SeekFrom::Start(offset)).map_err(|e| e.to_string())?;
+        file.read_exact(bytemuck::cast_slice_mut(out))
+            .map_err(|e| e.to_string())?;
+        if cfg!(target_endian = "big") {
+            for value in out {
+                *value = bf16::from_bits(value.to_bits().swap_bytes());
+            }
+        }
+        Ok(())
+    }
+}
