@@ -1,1 +1,21 @@
 //! Block-sparse attention masks in the manner of FlexAttention, with paged KV caches, on CPU and CUDA.
+#![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
+#![cfg_attr(feature = "cuda", deny(unsafe_code))]
+
+pub mod attention;
+pub mod codegen;
+mod error;
+pub mod expr;
+mod mask;
+mod mask_mod;
+pub mod reference;
+mod score_mod;
+
+pub use attention::{ContiguousKv, FlexOptions, QueryView, flex_attention, flex_attention_contiguous};
+pub use error::{Error, Result};
+pub use mask::{
+    Block, BlockArrays, BlockMask, BlockState, DEFAULT_BLOCK, KvBlocks, Logical, MaskShape, PackedSequence,
+    Paged, Physical, QuerySpan, Space, paged_causal_mask,
+};
+pub use mask_mod::MaskMod;
+pub use score_mod::{ScoreMod, alibi_slopes};

@@ -1,0 +1,73 @@
+//! The dumb oracle: dense masked softmax in f64, cell by cell, for tests of this crate and of kernels.
+
+/// Extents of a dense attention problem.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DenseShape {
+    /// Batch rows.
+    pub batch: usize,
+    /// Query heads, a multiple of `kv_heads`.
+    pub heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Queries of a batch row.
+    pub q_len: usize,
+    /// Keys of a batch row.
+    pub kv_len: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+}
+
+/// Output `[batch, heads, q_len, head_dim]` and log-sum-exp `[batch, heads, q_len]` of
+/// `softmax(score(scale · q·k)) · v` over the cells where `allowed(b, h, q, kv)`.
+///
+/// `q` is `[batch, heads, q_len, head_dim]`, `k` and `v` are `[batch, kv_heads, kv_len, head_dim]`. A row without allowed
+/// cells gives 0 and −∞. Keys and values of cells that are not allowed are not read. Indices of `allowed` and `score`
+/// count from 0. Elements that the slices lack read as 0. Panics: none.
+pub fn dense_attention(
+    shape: DenseShape,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    scale: f64,
+    allowed: impl Fn(usize, usize, usize, usize) -> bool,
+    score: impl Fn(f64, usize, usize, usize, usize) -> f64,
+) -> (Vec<f64>, Vec<f64>) {
+    let DenseShape {
+        batch,
+        heads,
+        kv_heads,
+        q_len,
+        kv_len,
+        head_dim,
+    } = shape;
+    let at = |x: &[f32], i: usize| f64::from(x.get(i).copied().unwrap_or(0.0));
+    let group = (heads / kv_heads.max(1)).max(1);
+    let mut out = vec![0.0; batch * heads * q_len * head_dim];
+    let mut lse = vec![f64::NEG_INFINITY; batch * heads * q_len];
+    for row in 0..batch * heads * q_len {
+        let (b, h, i) = (row / (heads * q_len), row / q_len % heads, row % q_len);
+        let key = |j: usize| ((b * kv_heads + h / group) * kv_len + j) * head_dim;
+        let scores: Vec<(usize, f64)> = (0..kv_len)
+            .filter(|&j| allowed(b, h, i, j))
+            .map(|j| {
+                let dot: f64 = (0..head_dim)
+                    .map(|d| at(q, row * head_dim + d) * at(k, key(j) + d))
+                    .sum();
+                (j, score(scale * dot, b, h, i, j))
+            })
+            .filter(|&(_, score)| score != f64::NEG_INFINITY)
+            .collect();
+        let Some(max) = scores.iter().map(|&(_, score)| score).reduce(f64::max) else {
+            continue;
+        };
+        let sum: f64 = scores.iter().map(|&(_, score)| (score - max).exp()).sum();
+        lse[row] = max + sum.ln();
+        for &(j, score) in &scores {
+            let weight = (score - max).exp() / sum;
+            for d in 0..head_dim {
+                out[row * head_dim + d] += weight * at(v, key(j) + d);
+            }
+        }
+    }
+    (out, lse)
+}
