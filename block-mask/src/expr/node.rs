@@ -168,15 +168,6 @@ macro_rules! handle {
                 self.deps
             }
 
-            pub(crate) fn depth(&self) -> usize {
-                self.depth
-            }
-
-            /// Nodes of the tree, shared ones counted at every use (what a walk costs).
-            pub(crate) fn size(&self) -> usize {
-                self.size
-            }
-
             fn info(&self) -> (Deps, usize, usize) {
                 (self.deps, self.depth, self.size)
             }
@@ -199,6 +190,24 @@ handle!(
     Bool,
     BoolNode
 );
+
+/// What an evaluation of a whole function costs; integers never are one.
+macro_rules! cost {
+    ($($name:ident)*) => {$(
+        impl $name {
+            /// Levels of nesting.
+            pub(crate) fn depth(&self) -> usize {
+                self.depth
+            }
+
+            /// Nodes of the tree, shared ones counted at every use.
+            pub(crate) fn size(&self) -> usize {
+                self.size
+            }
+        }
+    )*};
+}
+cost!(Float Bool);
 
 /// The batch row.
 pub fn b() -> Int {

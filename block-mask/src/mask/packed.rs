@@ -96,7 +96,7 @@ impl BlockMask<Physical> {
             kv: 0..longest,
         })?;
 
-        let mut mask = BlockMask {
+        let mut mask: BlockMask<Physical> = BlockMask {
             shape,
             mask_mod,
             from_function: true,
