@@ -158,6 +158,12 @@ impl StepPlanner {
     fn add_chunk(&mut self, config: &Qwen3Config, chunk: &SequenceChunk, table: &PageTable) -> Result<()> {
         let SequenceChunk { slot, start, len, .. } = *chunk;
         let written = table.len(slot)?;
+        if self.seen.len() <= slot.index() {
+            self.seen.resize(slot.index() + 1, 0);
+        }
+        if std::mem::replace(&mut self.seen[slot.index()], self.step) == self.step {
+            return Err(Error::DuplicateSlot { slot });
+        }
         let max = config.max_positions();
         // `len` is bounded by the number of token ids, so only `start` can be out of all bounds.
         if start >= max || start + len > max {
@@ -169,12 +175,6 @@ impl StepPlanner {
         }
         if start > written {
             return Err(Error::Gap { slot, start, written });
-        }
-        if self.seen.len() <= slot.index() {
-            self.seen.resize(slot.index() + 1, 0);
-        }
-        if std::mem::replace(&mut self.seen[slot.index()], self.step) == self.step {
-            return Err(Error::DuplicateSlot { slot });
         }
         for position in start..start + len {
             let physical = table

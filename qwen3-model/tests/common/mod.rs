@@ -1,6 +1,9 @@
 //! What the integration tests share: fixtures, and sequences over a page table.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses a part")]
 
+pub mod folder;
+pub mod oracle;
+
 use std::path::PathBuf;
 
 use paged_kv::{PageTable, PageTableConfig, Slot};
