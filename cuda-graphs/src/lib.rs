@@ -8,6 +8,8 @@ mod report;
 #[cfg(feature = "cuda")]
 mod arch;
 #[cfg(feature = "cuda")]
+mod blas;
+#[cfg(feature = "cuda")]
 mod buffer;
 #[cfg(feature = "cuda")]
 mod cache;
@@ -15,6 +17,8 @@ mod cache;
 mod capture;
 #[cfg(feature = "cuda")]
 mod check;
+#[cfg(feature = "cuda")]
+mod choices;
 #[cfg(feature = "cuda")]
 mod compiler;
 #[cfg(feature = "cuda")]
@@ -31,6 +35,8 @@ mod graph_cache;
 mod kernel;
 #[cfg(feature = "cuda")]
 mod library;
+#[cfg(feature = "cuda")]
+mod matmul;
 #[cfg(feature = "cuda")]
 mod nvrtc;
 #[cfg(feature = "cuda")]
@@ -61,6 +67,7 @@ pub use {
     graph_cache::{CaptureOptions, GraphCache, Rows, StaticBuffers},
     kernel::{Kernel, LaunchConfig, MAX_PARAMETER_BYTES, Module},
     library::LIBRARY_PATH_VARIABLE,
+    matmul::{Matmul, MatmulDims, MatmulElement, MatmulOptions, MatmulReport},
     pool::{MemoryPool, PoolSlice},
     spec::{Archs, EntryPoint, Header, KernelSpec, Limits},
     stream::{Event, Stream},

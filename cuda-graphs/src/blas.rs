@@ -1,0 +1,416 @@
+//! cuBLASLt by its own function table, with owners for its descriptors.
+//!
+//! Enumerations are plain integers here: a status that a newer library invents must not become an invalid Rust enum.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+use crate::error::{Error, Result};
+use crate::library::{CUBLAS_LT, OpenLibrary};
+
+pub(crate) type Status = c_int;
+pub(crate) type Raw = *mut c_void;
+
+pub(crate) const TYPE_F32: c_int = 0;
+pub(crate) const TYPE_BF16: c_int = 14;
+const COMPUTE_F32: c_int = 68;
+const OPERATION_TRANSPOSE: c_int = 1;
+const DESC_TRANSPOSE_A: c_int = 3;
+const PREFERENCE_WORKSPACE: c_int = 1;
+/// Four consecutive attributes, for A, B, C and D.
+const PREFERENCE_ALIGNMENT_A: c_int = 5;
+/// What every operand's address is a multiple of.
+pub(crate) const ALIGNMENT: u64 = 16;
+
+/// An algorithm: opaque, valid for one version of the library.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct Algorithm(pub(crate) [u64; 8]);
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Heuristic {
+    pub(crate) algorithm: Algorithm,
+    pub(crate) workspace: usize,
+    pub(crate) state: Status,
+    pub(crate) waves: f32,
+    reserved: [c_int; 4],
+}
+
+impl Heuristic {
+    const EMPTY: Self = Self {
+        algorithm: Algorithm([0; 8]),
+        workspace: 0,
+        state: -1,
+        waves: 0.0,
+        reserved: [0; 4],
+    };
+}
+
+type MatmulFunction = unsafe extern "C" fn(
+    Raw,
+    Raw,
+    *const c_void,
+    *const c_void,
+    Raw,
+    *const c_void,
+    Raw,
+    *const c_void,
+    *const c_void,
+    Raw,
+    *mut c_void,
+    Raw,
+    *const Algorithm,
+    *mut c_void,
+    usize,
+    Raw,
+) -> Status;
+type HeuristicFunction =
+    unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, Raw, Raw, c_int, *mut Heuristic, *mut c_int) -> Status;
+type CheckFunction =
+    unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, Raw, *const Algorithm, *mut Heuristic) -> Status;
+type SetFunction = unsafe extern "C" fn(Raw, c_int, *const c_void, usize) -> Status;
+type DestroyFunction = unsafe extern "C" fn(Raw) -> Status;
+
+pub(crate) struct BlasLt {
+    #[allow(dead_code, reason = "keeps the library open")]
+    library: OpenLibrary,
+    pub(crate) version: usize,
+    status_string: unsafe extern "C" fn(Status) -> *const c_char,
+    create: unsafe extern "C" fn(*mut Raw) -> Status,
+    destroy: DestroyFunction,
+    desc_create: unsafe extern "C" fn(*mut Raw, c_int, c_int) -> Status,
+    desc_set: SetFunction,
+    desc_destroy: DestroyFunction,
+    layout_create: unsafe extern "C" fn(*mut Raw, c_int, u64, u64, i64) -> Status,
+    layout_destroy: DestroyFunction,
+    preference_create: unsafe extern "C" fn(*mut Raw) -> Status,
+    preference_set: SetFunction,
+    preference_destroy: DestroyFunction,
+    heuristic: HeuristicFunction,
+    algorithm_check: CheckFunction,
+    matmul: MatmulFunction,
+}
+
+impl std::fmt::Debug for BlasLt {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("BlasLt")
+            .field("path", &self.library.path())
+            .field("version", &self.version)
+            .finish()
+    }
+}
+
+impl BlasLt {
+    /// The process's cuBLASLt, found once.
+    ///
+    /// # Errors
+    /// [`Error::MissingLibrary`], [`Error::UnusableLibrary`].
+    pub(crate) fn of_process() -> Result<&'static Self> {
+        static FOUND: OnceLock<Result<BlasLt>> = OnceLock::new();
+        let found = FOUND.get_or_init(|| {
+            let driver = crate::driver::initialise().ok().map(|version| version / 1000);
+            Self::from_library(OpenLibrary::find(CUBLAS_LT, driver)?)
+        });
+        found.as_ref().map_err(Clone::clone)
+    }
+
+    fn from_library(library: OpenLibrary) -> Result<Self> {
+        // SAFETY: the types are those of cublasLt.h, the same in CUDA 12 and 13.
+        unsafe {
+            let version: unsafe extern "C" fn() -> usize = library.function("cublasLtGetVersion")?;
+            Ok(Self {
+                version: version(),
+                status_string: library.function("cublasLtGetStatusString")?,
+                create: library.function("cublasLtCreate")?,
+                destroy: library.function("cublasLtDestroy")?,
+                desc_create: library.function("cublasLtMatmulDescCreate")?,
+                desc_set: library.function("cublasLtMatmulDescSetAttribute")?,
+                desc_destroy: library.function("cublasLtMatmulDescDestroy")?,
+                layout_create: library.function("cublasLtMatrixLayoutCreate")?,
+                layout_destroy: library.function("cublasLtMatrixLayoutDestroy")?,
+                preference_create: library.function("cublasLtMatmulPreferenceCreate")?,
+                preference_set: library.function("cublasLtMatmulPreferenceSetAttribute")?,
+                preference_destroy: library.function("cublasLtMatmulPreferenceDestroy")?,
+                heuristic: library.function("cublasLtMatmulAlgoGetHeuristic")?,
+                algorithm_check: library.function("cublasLtMatmulAlgoCheck")?,
+                matmul: library.function("cublasLtMatmul")?,
+                library,
+            })
+        }
+    }
+
+    /// A handle for the current context.
+    pub(crate) fn handle(&'static self) -> Result<Handle> {
+        let raw = self.made("cublasLtCreate", |raw| {
+            // SAFETY: writes one handle; a context is current.
+            unsafe { (self.create)(raw) }
+        })?;
+        Ok(Handle(Owned {
+            raw,
+            destroy: self.destroy,
+        }))
+    }
+
+    /// Turns a status into a [`Result`].
+    pub(crate) fn check(
+        &self,
+        call: &'static str,
+        shape: &dyn std::fmt::Display,
+        status: Status,
+    ) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: returns a static string for every status.
+        let text = unsafe {
+            let text = (self.status_string)(status);
+            if text.is_null() {
+                String::new()
+            } else {
+                CStr::from_ptr(text).to_string_lossy().into_owned()
+            }
+        };
+        Err(Error::Blas {
+            call,
+            shape: shape.to_string(),
+            status: format!("{text} ({status})"),
+        })
+    }
+
+    fn made(&self, call: &'static str, make: impl FnOnce(*mut Raw) -> Status) -> Result<Raw> {
+        let mut raw = std::ptr::null_mut();
+        let status = make(&mut raw);
+        self.check(call, &"a descriptor", status)?;
+        Ok(raw)
+    }
+
+    fn layout(&self, element: c_int, rows: usize, cols: usize) -> Result<Owned> {
+        let raw = self.made("cublasLtMatrixLayoutCreate", |raw| {
+            // SAFETY: writes one handle.
+            unsafe { (self.layout_create)(raw, element, rows as u64, cols as u64, rows as i64) }
+        })?;
+        Ok(Owned {
+            raw,
+            destroy: self.layout_destroy,
+        })
+    }
+}
+
+/// A handle or descriptor, destroyed when dropped.
+#[derive(Debug)]
+struct Owned {
+    raw: Raw,
+    destroy: DestroyFunction,
+}
+
+// SAFETY: descriptors are plain data of the library's and handles may be used from any thread; the owners below are
+// only used under a lock or read-only.
+unsafe impl Send for Owned {}
+// SAFETY: as above.
+unsafe impl Sync for Owned {}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // SAFETY: made by the matching create function, destroyed once.
+        unsafe { (self.destroy)(self.raw) };
+    }
+}
+
+/// A library handle.
+#[derive(Debug)]
+pub(crate) struct Handle(Owned);
+
+/// The addresses of one product.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Addresses {
+    pub(crate) x: u64,
+    pub(crate) w: u64,
+    pub(crate) y: u64,
+    /// Added to the product; `None` is nothing.
+    pub(crate) residual: Option<u64>,
+}
+
+/// The descriptors of `Y[m, n] = X[m, k] · W[n, k]ᵀ`, all row-major.
+///
+/// cuBLASLt thinks in columns: a row-major `[a, b]` is its column-major `[b, a]`, so it computes
+/// `Yᵀ[n, m] = (Wᵀ[k, n])ᵀ · Xᵀ[k, m]`, with W as its first operand, transposed.
+#[derive(Debug)]
+pub(crate) struct Product {
+    desc: Owned,
+    a: Owned,
+    b: Owned,
+    c: Owned,
+    name: String,
+}
+
+impl Product {
+    pub(crate) fn new(
+        lt: &BlasLt,
+        [m, n, k]: [usize; 3],
+        output: c_int,
+        name: impl Into<String>,
+    ) -> Result<Self> {
+        let raw = lt.made("cublasLtMatmulDescCreate", |raw| {
+            // SAFETY: writes one handle.
+            unsafe { (lt.desc_create)(raw, COMPUTE_F32, TYPE_F32) }
+        })?;
+        let desc = Owned {
+            raw,
+            destroy: lt.desc_destroy,
+        };
+        let name = name.into();
+        // SAFETY: the attribute is a 32-bit integer.
+        let status = unsafe {
+            (lt.desc_set)(
+                desc.raw,
+                DESC_TRANSPOSE_A,
+                (&raw const OPERATION_TRANSPOSE_VALUE).cast(),
+                4,
+            )
+        };
+        lt.check("cublasLtMatmulDescSetAttribute", &name, status)?;
+        Ok(Self {
+            a: lt.layout(TYPE_BF16, k, n)?,
+            b: lt.layout(TYPE_BF16, k, m)?,
+            c: lt.layout(output, n, m)?,
+            desc,
+            name,
+        })
+    }
+
+    /// The algorithms the library thinks fastest, best guess first, that need at most `workspace` bytes.
+    pub(crate) fn heuristics(
+        &self,
+        lt: &BlasLt,
+        handle: &Handle,
+        workspace: usize,
+        most: usize,
+    ) -> Result<Vec<Heuristic>> {
+        let raw = lt.made("cublasLtMatmulPreferenceCreate", |raw| {
+            // SAFETY: writes one handle.
+            unsafe { (lt.preference_create)(raw) }
+        })?;
+        let preference = Owned {
+            raw,
+            destroy: lt.preference_destroy,
+        };
+        let workspace = workspace as u64;
+        // SAFETY: the attribute is a 64-bit integer.
+        let status = unsafe {
+            (lt.preference_set)(
+                preference.raw,
+                PREFERENCE_WORKSPACE,
+                (&raw const workspace).cast(),
+                8,
+            )
+        };
+        lt.check("cublasLtMatmulPreferenceSetAttribute", &self.name, status)?;
+        for operand in 0..4 {
+            let bytes = ALIGNMENT as u32;
+            // SAFETY: the attributes are 32-bit integers.
+            let status = unsafe {
+                (lt.preference_set)(
+                    preference.raw,
+                    PREFERENCE_ALIGNMENT_A + operand,
+                    (&raw const bytes).cast(),
+                    4,
+                )
+            };
+            lt.check("cublasLtMatmulPreferenceSetAttribute", &self.name, status)?;
+        }
+        let mut found = vec![Heuristic::EMPTY; most];
+        let mut count = 0;
+        // SAFETY: all descriptors are valid; at most `most` results are written.
+        let status = unsafe {
+            (lt.heuristic)(
+                handle.0.raw,
+                self.desc.raw,
+                self.a.raw,
+                self.b.raw,
+                self.c.raw,
+                self.c.raw,
+                preference.raw,
+                most as c_int,
+                found.as_mut_ptr(),
+                &mut count,
+            )
+        };
+        lt.check("cublasLtMatmulAlgoGetHeuristic", &self.name, status)?;
+        found.truncate(count.max(0) as usize);
+        found.retain(|result| result.state == 0 && result.workspace as u64 <= workspace);
+        Ok(found)
+    }
+
+    /// Whether `algorithm` can compute this product in `workspace` bytes.
+    pub(crate) fn accepts(
+        &self,
+        lt: &BlasLt,
+        handle: &Handle,
+        algorithm: &Algorithm,
+        workspace: usize,
+    ) -> bool {
+        let mut result = Heuristic::EMPTY;
+        // SAFETY: all descriptors are valid; one result is written.
+        let status = unsafe {
+            (lt.algorithm_check)(
+                handle.0.raw,
+                self.desc.raw,
+                self.a.raw,
+                self.b.raw,
+                self.c.raw,
+                self.c.raw,
+                algorithm,
+                &mut result,
+            )
+        };
+        status == 0 && result.workspace <= workspace
+    }
+
+    /// Gives the product to a stream.
+    ///
+    /// # Safety
+    /// The addresses must be valid for the operands' sizes, the workspace for its length, until the product is done;
+    /// the stream must be of the current context, in which the handle was made.
+    pub(crate) unsafe fn run(
+        &self,
+        lt: &BlasLt,
+        handle: &Handle,
+        algorithm: &Algorithm,
+        at: Addresses,
+        (workspace, workspace_bytes): (u64, usize),
+        stream: Raw,
+    ) -> Result<()> {
+        let one = 1.0f32;
+        let beta = if at.residual.is_some() { 1.0f32 } else { 0.0 };
+        let c = at.residual.unwrap_or(at.y);
+        // SAFETY: the descriptors are valid; alpha and beta are read before the call returns; the caller vouches for
+        // the rest.
+        let status = unsafe {
+            (lt.matmul)(
+                handle.0.raw,
+                self.desc.raw,
+                (&raw const one).cast(),
+                at.w as *const c_void,
+                self.a.raw,
+                at.x as *const c_void,
+                self.b.raw,
+                (&raw const beta).cast(),
+                c as *const c_void,
+                self.c.raw,
+                at.y as *mut c_void,
+                self.c.raw,
+                algorithm,
+                workspace as *mut c_void,
+                workspace_bytes,
+                stream,
+            )
+        };
+        lt.check("cublasLtMatmul", &self.name, status)
+    }
+}
+
+static OPERATION_TRANSPOSE_VALUE: c_int = OPERATION_TRANSPOSE;
+
+// Both cross the FFI boundary by address.
+const _: () = assert!(size_of::<Algorithm>() == 64 && size_of::<Heuristic>() == 96);

@@ -1,0 +1,633 @@
+//! Matrix products by cuBLASLt, with the algorithm chosen by timing.
+//!
+//! `Y[m, n] = X[m, k] · W[n, k]ᵀ (+ residual[m, n])`, all row-major, X and W bf16, sums in f32. W is laid out as in
+//! Hugging Face's files. For each class of row counts several of the library's algorithms are timed once on the
+//! device, with the L2 cache flushed before each run as it is in a model, and the fastest is kept, in memory and on
+//! disk. The result of a product depends on its shape and the choice alone.
+
+use std::collections::{BTreeMap, HashMap};
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytemuck::Pod;
+use half::bf16;
+
+use crate::blas::{ALIGNMENT, Addresses, Algorithm, BlasLt, Handle, Product, TYPE_BF16, TYPE_F32};
+use crate::buffer::{DeviceBuffer, DeviceSlice};
+use crate::cache::CacheLocation;
+use crate::choices::{Choice, ChoiceFile};
+use crate::error::{Error, Result};
+use crate::stream::{Event, Stream};
+
+/// Timed runs per algorithm.
+const RUNS: usize = 5;
+/// An algorithm whose first run takes this much longer than the best so far is not run again.
+const HOPELESS: f64 = 1.5;
+
+/// Element types of a product's output.
+pub trait MatmulElement: Pod + sealed::Sealed {
+    #[doc(hidden)]
+    const CODE: std::ffi::c_int;
+    #[doc(hidden)]
+    const NAME: &'static str;
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for half::bf16 {}
+    impl Sealed for f32 {}
+}
+
+impl MatmulElement for bf16 {
+    const CODE: std::ffi::c_int = TYPE_BF16;
+    const NAME: &'static str = "bf16";
+}
+
+impl MatmulElement for f32 {
+    const CODE: std::ffi::c_int = TYPE_F32;
+    const NAME: &'static str = "f32";
+}
+
+/// The sizes of a product `Y[m, n] = X[m, k] · W[n, k]ᵀ`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MatmulDims {
+    /// Rows of X and Y: tokens.
+    pub m: usize,
+    /// Columns of Y, rows of W: output features.
+    pub n: usize,
+    /// Columns of X and W: input features.
+    pub k: usize,
+}
+
+/// How to make a [`Matmul`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MatmulOptions {
+    /// Device memory that algorithms may use, bytes.
+    pub workspace_bytes: usize,
+    /// Algorithms to time per product, at least 1. With 1 the library's own guess is taken without timing.
+    pub algorithms: usize,
+    /// Where choices are kept.
+    pub cache: CacheLocation,
+}
+
+impl Default for MatmulOptions {
+    fn default() -> Self {
+        Self {
+            workspace_bytes: 32 << 20,
+            algorithms: 16,
+            cache: CacheLocation::Usual,
+        }
+    }
+}
+
+/// What is known about a product's algorithm.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+pub struct MatmulReport {
+    /// Its time when it was chosen, for the class's largest row count, microseconds; 0 if it was not timed.
+    pub microseconds: f64,
+    /// How many algorithms were compared.
+    pub tried: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct PlanKey {
+    dims: MatmulDims,
+    output: std::ffi::c_int,
+    residual: bool,
+}
+
+/// Descriptors and algorithm of one exact shape.
+#[derive(Debug)]
+struct Plan {
+    product: Product,
+    algorithm: Algorithm,
+    report: MatmulReport,
+    /// Whether it has run outside a capture, so that the library's kernel is loaded.
+    has_run: AtomicBool,
+}
+
+#[derive(Debug)]
+struct State {
+    plans: HashMap<PlanKey, Arc<Plan>>,
+    choices: BTreeMap<String, Choice>,
+}
+
+/// Matrix products on one stream.
+///
+/// Bound to its stream because all products share one workspace. Products can be captured once their shape has run
+/// outside a capture, which the warm-up of a [`GraphCache`](crate::GraphCache) does.
+///
+/// ```no_run
+/// use cuda_graphs::{Device, DeviceBuffer, Matmul, MatmulDims, Stream};
+/// use half::bf16;
+///
+/// let device = Device::open(0)?;
+/// let stream = Stream::new(&device)?;
+/// let matmul = Matmul::new(&stream)?;
+/// let dims = MatmulDims { m: 8, n: 6144, k: 2560 };
+/// let x = DeviceBuffer::from_slice(&stream, &vec![bf16::ONE; dims.m * dims.k])?;
+/// let w = DeviceBuffer::from_slice(&stream, &vec![bf16::ONE; dims.n * dims.k])?;
+/// let y = DeviceBuffer::<f32>::zeroed(&device, dims.m * dims.n)?;
+/// matmul.multiply(dims, &x, &w, &y, None)?;
+/// assert_eq!(stream.download(&y)?[0], 2560.0);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Matmul {
+    lt: &'static BlasLt,
+    handle: Handle,
+    stream: Stream,
+    workspace: DeviceBuffer<u8>,
+    /// Shared by the graphs that captured products.
+    owner: Arc<DeviceBufferOwner>,
+    algorithms: usize,
+    file: ChoiceFile,
+    state: Mutex<State>,
+}
+
+/// Nothing but a share of the workspace's memory, for graphs to keep.
+type DeviceBufferOwner = crate::buffer::Allocation;
+
+impl Matmul {
+    /// Products on `stream` with the default options.
+    ///
+    /// # Errors
+    /// [`Error::MissingLibrary`] with advice, [`Error::Blas`], [`Error::Driver`].
+    pub fn new(stream: &Stream) -> Result<Self> {
+        Self::with_options(stream, &MatmulOptions::default())
+    }
+
+    /// Products on `stream`.
+    ///
+    /// # Errors
+    /// As [`Matmul::new`].
+    pub fn with_options(stream: &Stream, options: &MatmulOptions) -> Result<Self> {
+        crate::capture::forbid("cublasLtCreate")?;
+        let lt = BlasLt::of_process()?;
+        stream.bound()?;
+        let handle = lt.handle()?;
+        let workspace = DeviceBuffer::zeroed(stream.device(), options.workspace_bytes)?;
+        let file = ChoiceFile::new(&options.cache, stream.device().info(), lt.version);
+        Ok(Self {
+            lt,
+            handle,
+            stream: stream.clone(),
+            owner: workspace.as_slice().owner().clone(),
+            workspace,
+            algorithms: options.algorithms.max(1),
+            state: Mutex::new(State {
+                plans: HashMap::new(),
+                choices: file.load(),
+            }),
+            file,
+        })
+    }
+
+    /// Gives `Y = X · Wᵀ`, plus `residual` if there is one, to the stream; does not wait, except the first time for a
+    /// class of shapes, when algorithms are timed. `residual` may be `y` itself; other overlaps with `y` are refused.
+    ///
+    /// # Errors
+    /// [`Error::LengthMismatch`] if an operand is not as long as `dims` says; [`Error::InvalidArgument`] for empty
+    /// dimensions, an address that is no multiple of 16, or overlaps; [`Error::NotPrepared`] while capturing a shape
+    /// that has not run before; [`Error::WrongDevice`], [`Error::Blas`], [`Error::Driver`].
+    pub fn multiply<'a, T: MatmulElement>(
+        &self,
+        dims: MatmulDims,
+        x: impl Into<DeviceSlice<'a, bf16>>,
+        w: impl Into<DeviceSlice<'a, bf16>>,
+        y: impl Into<DeviceSlice<'a, T>>,
+        residual: Option<DeviceSlice<'a, T>>,
+    ) -> Result<()> {
+        let (x, w, y) = (x.into(), w.into(), y.into());
+        let at = self.check(dims, x, w, y, residual)?;
+        let key = PlanKey {
+            dims,
+            output: T::CODE,
+            residual: residual.is_some(),
+        };
+        let plan = self.plan::<T>(key, w)?;
+        if self.stream.is_capturing() && !plan.has_run.load(Ordering::Relaxed) {
+            return Err(Error::NotPrepared {
+                shape: name::<T>(dims, key.residual),
+            });
+        }
+        for owner in [x.owner(), w.owner(), y.owner(), &self.owner] {
+            self.stream.keep(owner);
+        }
+        if let Some(residual) = residual {
+            self.stream.keep(residual.owner());
+        }
+        let raw = self.stream.bound()?;
+        // SAFETY: lengths, alignment and device of all operands are checked above; they live until the product is
+        // done, since freeing waits for the device, and as long as a graph that captured it.
+        unsafe {
+            let workspace = (self.workspace.ptr(), self.workspace.len());
+            plan.product
+                .run(self.lt, &self.handle, &plan.algorithm, at, workspace, raw.cast())
+        }?;
+        if !self.stream.is_capturing() {
+            plan.has_run.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Chooses the algorithm of a product ahead of its first use, and runs it once on scratch memory so that it can be
+    /// captured. `w` is the matrix that will be multiplied by, or one like it.
+    ///
+    /// # Errors
+    /// As [`Matmul::multiply`].
+    pub fn prepare<'a, T: MatmulElement>(
+        &self,
+        dims: MatmulDims,
+        w: impl Into<DeviceSlice<'a, bf16>>,
+        with_residual: bool,
+    ) -> Result<MatmulReport> {
+        let w = w.into();
+        let key = PlanKey {
+            dims,
+            output: T::CODE,
+            residual: with_residual,
+        };
+        let device = self.stream.device();
+        let elements = |a: usize, b: usize| {
+            a.checked_mul(b)
+                .filter(|&len| len > 0)
+                .ok_or_else(|| Error::InvalidArgument {
+                    what: "product",
+                    why: format!("{dims:?} has no or too many elements"),
+                })
+        };
+        let x = DeviceBuffer::<bf16>::zeroed(device, elements(dims.m, dims.k)?)?;
+        let y = DeviceBuffer::<T>::zeroed(device, elements(dims.m, dims.n)?)?;
+        self.multiply(dims, &x, w, &y, with_residual.then(|| y.as_slice()))?;
+        self.stream.synchronize()?;
+        Ok(self.plan::<T>(key, w)?.report)
+    }
+
+    /// The stream products are given to.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// cuBLASLt's version as it tells it, such as 130000.
+    pub fn library_version(&self) -> usize {
+        self.lt.version
+    }
+
+    fn check<T: MatmulElement>(
+        &self,
+        dims: MatmulDims,
+        x: DeviceSlice<'_, bf16>,
+        w: DeviceSlice<'_, bf16>,
+        y: DeviceSlice<'_, T>,
+        residual: Option<DeviceSlice<'_, T>>,
+    ) -> Result<Addresses> {
+        let MatmulDims { m, n, k } = dims;
+        let length = |what, expected: Option<usize>, got| match expected {
+            Some(expected) if expected == got => Ok(()),
+            expected => Err(Error::LengthMismatch {
+                what,
+                expected: expected.unwrap_or(usize::MAX),
+                got,
+            }),
+        };
+        if m == 0 || n == 0 || k == 0 {
+            return Err(Error::InvalidArgument {
+                what: "product",
+                why: format!("{dims:?} is empty"),
+            });
+        }
+        length("X of a product", m.checked_mul(k), x.len())?;
+        length("W of a product", n.checked_mul(k), w.len())?;
+        length("Y of a product", m.checked_mul(n), y.len())?;
+        let span = |ptr: u64, bytes: usize| ptr..ptr + bytes as u64;
+        let written = span(y.ptr(), y.byte_len());
+        let overlaps = |ptr: u64, bytes: usize| {
+            let other = span(ptr, bytes);
+            other.start < written.end && written.start < other.end
+        };
+        let mut operands = vec![
+            ("X", x.ptr(), x.byte_len(), x.device()),
+            ("W", w.ptr(), w.byte_len(), w.device()),
+        ];
+        if let Some(residual) = residual {
+            length("the residual of a product", m.checked_mul(n), residual.len())?;
+            if residual.ptr() != y.ptr() {
+                operands.push((
+                    "the residual",
+                    residual.ptr(),
+                    residual.byte_len(),
+                    residual.device(),
+                ));
+            }
+        }
+        for (what, ptr, bytes, device) in operands {
+            self.stream.same_device(device, what)?;
+            if !ptr.is_multiple_of(ALIGNMENT) {
+                let why = format!("{what} is at {ptr:#x}, which is no multiple of {ALIGNMENT}");
+                return Err(Error::InvalidArgument { what: "product", why });
+            }
+            if overlaps(ptr, bytes) {
+                return Err(Error::InvalidArgument {
+                    what: "product",
+                    why: format!("{what} overlaps Y"),
+                });
+            }
+        }
+        self.stream.same_device(y.device(), "Y")?;
+        if !y.ptr().is_multiple_of(ALIGNMENT) {
+            let why = format!("Y is at {:#x}, which is no multiple of {ALIGNMENT}", y.ptr());
+            return Err(Error::InvalidArgument { what: "product", why });
+        }
+        Ok(Addresses {
+            x: x.ptr(),
+            w: w.ptr(),
+            y: y.ptr(),
+            residual: residual.map(|r| r.ptr()),
+        })
+    }
+
+    /// Descriptors and algorithm of one exact shape, made when first asked for.
+    fn plan<T: MatmulElement>(&self, key: PlanKey, w: DeviceSlice<'_, bf16>) -> Result<Arc<Plan>> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(plan) = state.plans.get(&key) {
+            return Ok(plan.clone());
+        }
+        let MatmulDims { m, n, k } = key.dims;
+        let class = MatmulDims {
+            m: row_class(m),
+            ..key.dims
+        };
+        let class_name = name::<T>(class, key.residual);
+        let product = Product::new(self.lt, [m, n, k], T::CODE, name::<T>(key.dims, key.residual))?;
+        let workspace = self.workspace.len();
+        let known = state.choices.get(&class_name).cloned();
+        let choice = match known {
+            Some(choice) if product.accepts(self.lt, &self.handle, &choice.algorithm, workspace) => choice,
+            _ if self.stream.is_capturing() => {
+                return Err(Error::NotPrepared {
+                    shape: name::<T>(key.dims, key.residual),
+                });
+            }
+            known => {
+                let of_class = Product::new(self.lt, [class.m, n, k], T::CODE, class_name.clone())?;
+                let fits_class =
+                    |choice: &Choice| of_class.accepts(self.lt, &self.handle, &choice.algorithm, workspace);
+                let choice = match known.filter(fits_class) {
+                    Some(choice) => choice,
+                    None => {
+                        let choice = self.choose::<T>(&of_class, class, key.residual, w)?;
+                        // One that was not timed for want of memory is tried again by the next process.
+                        if choice.microseconds > 0.0 {
+                            self.file.add(&class_name, &choice);
+                        }
+                        state.choices.insert(class_name, choice.clone());
+                        choice
+                    }
+                };
+                if product.accepts(self.lt, &self.handle, &choice.algorithm, workspace) {
+                    choice
+                } else {
+                    self.guess(&product)?
+                }
+            }
+        };
+        let report = MatmulReport {
+            microseconds: choice.microseconds,
+            tried: choice.tried,
+        };
+        let has_run = AtomicBool::new(false);
+        let plan = Arc::new(Plan {
+            product,
+            algorithm: choice.algorithm,
+            report,
+            has_run,
+        });
+        state.plans.insert(key, plan.clone());
+        Ok(plan)
+    }
+
+    /// The library's own first guess for a product.
+    fn guess(&self, product: &Product) -> Result<Choice> {
+        let found = product.heuristics(self.lt, &self.handle, self.workspace.len(), 1)?;
+        let first = found.first().ok_or_else(|| unsupported("no algorithm"))?;
+        Ok(Choice {
+            algorithm: first.algorithm,
+            microseconds: 0.0,
+            tried: 1,
+        })
+    }
+
+    /// Times the algorithms for a class of shapes and returns the fastest.
+    fn choose<T: MatmulElement>(
+        &self,
+        product: &Product,
+        dims: MatmulDims,
+        with_residual: bool,
+        w: DeviceSlice<'_, bf16>,
+    ) -> Result<Choice> {
+        let product_name = name::<T>(dims, with_residual);
+        let found = product.heuristics(self.lt, &self.handle, self.workspace.len(), self.algorithms)?;
+        let Some(first) = found.first() else {
+            return Err(Error::Blas {
+                call: "cublasLtMatmulAlgoGetHeuristic",
+                shape: product_name,
+                status: "no algorithm".to_string(),
+            });
+        };
+        let untimed = Choice {
+            algorithm: first.algorithm,
+            microseconds: 0.0,
+            tried: 1,
+        };
+        // Without memory to try things out the library's guess must do.
+        let scratch = Scratch::<T>::new(&self.stream, dims, w);
+        let (1.., Ok(scratch)) = (found.len().saturating_sub(1), scratch) else {
+            return Ok(untimed);
+        };
+        let at = Addresses {
+            x: scratch.x.ptr(),
+            w: w.ptr(),
+            y: scratch.y.ptr(),
+            residual: with_residual.then(|| scratch.y.ptr()),
+        };
+        let mut best: Option<Choice> = None;
+        for candidate in &found {
+            let mut times = Vec::with_capacity(RUNS);
+            // The first run loads the kernel and is not counted.
+            for run in 0..=RUNS {
+                let Ok(us) = self.time(&scratch, product, &candidate.algorithm, at) else {
+                    break;
+                };
+                if run > 0 {
+                    times.push(us);
+                }
+                if times.len() == 1
+                    && best
+                        .as_ref()
+                        .is_some_and(|best| us > HOPELESS * best.microseconds)
+                {
+                    break;
+                }
+            }
+            times.sort_by(f64::total_cmp);
+            if let Some(&microseconds) = times.get(times.len() / 2)
+                && best.as_ref().is_none_or(|best| microseconds < best.microseconds)
+            {
+                best = Some(Choice {
+                    algorithm: candidate.algorithm,
+                    microseconds,
+                    tried: found.len(),
+                });
+            }
+        }
+        if let Some(best) = &best {
+            tracing::debug!(product = %product_name, us = best.microseconds, tried = best.tried, "algorithm chosen");
+        }
+        best.ok_or_else(|| Error::Blas {
+            call: "cublasLtMatmul",
+            shape: product_name,
+            status: format!("none of {} algorithms runs", found.len()),
+        })
+    }
+
+    /// Microseconds of one run with a cold L2 cache.
+    fn time<T: MatmulElement>(
+        &self,
+        scratch: &Scratch<T>,
+        product: &Product,
+        algorithm: &Algorithm,
+        at: Addresses,
+    ) -> Result<f64> {
+        if let Some(flush) = &scratch.flush {
+            self.stream.fill_bytes(flush, 1)?;
+        }
+        let raw = self.stream.bound()?;
+        self.stream.record(&scratch.start)?;
+        // SAFETY: the scratch operands are as long as the product says and live until the wait below.
+        unsafe {
+            let workspace = (self.workspace.ptr(), self.workspace.len());
+            product.run(self.lt, &self.handle, algorithm, at, workspace, raw.cast())
+        }?;
+        self.stream.record(&scratch.end)?;
+        Ok(f64::from(scratch.start.elapsed_ms(&scratch.end)?) * 1e3)
+    }
+}
+
+/// Memory and events to time with.
+struct Scratch<T> {
+    x: DeviceBuffer<bf16>,
+    y: DeviceBuffer<T>,
+    /// Twice the L2 cache, if there is memory for it.
+    flush: Option<DeviceBuffer<u8>>,
+    start: Event,
+    end: Event,
+    element: PhantomData<T>,
+}
+
+impl<T: MatmulElement> Scratch<T> {
+    /// X is filled with pieces of `w`: never time on zeros, which cost less power and so less time.
+    fn new(stream: &Stream, dims: MatmulDims, w: DeviceSlice<'_, bf16>) -> Result<Self> {
+        let device = stream.device();
+        let too_large = || unsupported("too many elements");
+        let x_len = dims.m.checked_mul(dims.k).ok_or_else(too_large)?;
+        let y_len = dims.m.checked_mul(dims.n).ok_or_else(too_large)?;
+        let x = DeviceBuffer::<bf16>::zeroed(device, x_len)?;
+        let mut filled = 0;
+        while filled < x_len {
+            let piece = w.len().min(x_len - filled);
+            stream.copy(x.slice(filled..filled + piece)?, w.slice(..piece)?)?;
+            filled += piece;
+        }
+        let y = DeviceBuffer::zeroed(device, y_len)?;
+        let flush = DeviceBuffer::zeroed(device, 2 * device.info().l2_bytes).ok();
+        let (start, end) = (Event::new(device)?, Event::new(device)?);
+        Ok(Self {
+            x,
+            y,
+            flush,
+            start,
+            end,
+            element: PhantomData,
+        })
+    }
+}
+
+fn unsupported(status: &str) -> Error {
+    Error::Blas {
+        call: "cublasLtMatmul",
+        shape: "a product".to_string(),
+        status: status.to_string(),
+    }
+}
+
+fn name<T: MatmulElement>(dims: MatmulDims, residual: bool) -> String {
+    let residual = if residual { " + residual" } else { "" };
+    format!("m{} n{} k{} {}{residual}", dims.m, dims.n, dims.k, T::NAME)
+}
+
+/// The row count whose algorithm also serves `m` rows: the buckets of decoding up to 256, then two per doubling.
+fn row_class(m: usize) -> usize {
+    match m {
+        0..=8 => m.max(1).next_power_of_two(),
+        9..=256 => m.next_multiple_of(16),
+        // Beyond any batch; a class of its own keeps the arithmetic in range.
+        _ if m > 1 << 40 => m,
+        _ => {
+            let power = m.next_power_of_two();
+            if m <= power / 4 * 3 { power / 4 * 3 } else { power }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn row_classes_hold_every_row_count_and_do_not_grow_it_by_more_than_half_beyond_8() {
+        let mut classes = std::collections::BTreeSet::new();
+        for m in 1..=20_000 {
+            let class = row_class(m);
+            assert!(class >= m);
+            assert_eq!(row_class(class), class, "a class serves itself");
+            if m > 8 {
+                assert!(class <= (m + 15).max(m + m.div_ceil(2)), "{m} -> {class}");
+            }
+            classes.insert(class);
+        }
+        assert_eq!(row_class(usize::MAX), usize::MAX);
+        assert!(classes.len() < 40, "{} classes to time", classes.len());
+        for bucket in crate::BucketSet::new(256).unwrap().sizes() {
+            assert_eq!(
+                row_class(*bucket),
+                *bucket,
+                "each bucket of decoding has its own class"
+            );
+        }
+    }
+
+    #[test]
+    fn products_are_named_by_shape_type_and_residual() {
+        let dims = MatmulDims {
+            m: 16,
+            n: 6144,
+            k: 2560,
+        };
+        assert_eq!(name::<bf16>(dims, false), "m16 n6144 k2560 bf16");
+        assert_eq!(name::<f32>(dims, true), "m16 n6144 k2560 f32 + residual");
+    }
+
+    #[test]
+    fn a_machine_without_cublaslt_gets_a_typed_error_and_no_panic() {
+        match BlasLt::of_process() {
+            Ok(lt) => assert!(lt.version >= 110_000),
+            Err(Error::MissingLibrary { name, advice, .. }) => {
+                assert_eq!(name, "libcublasLt.so");
+                assert!(advice.contains("nvidia-cublas"));
+            }
+            Err(other) => panic!("unexpected error {other:?}"),
+        }
+    }
+}
