@@ -1,0 +1,365 @@
+// Decode attention: one query token a row, split over the tokens of its context.
+//
+// Why this form: a step reads every key and value once, so the memory system is the floor. Each warp is its own pipeline:
+// it copies 16 tokens of K and V at a time into its own ring of STAGES stages in shared memory and never waits for
+// another warp inside an item; the copies of the next item run while this one is summed up.
+//
+//   item    (row, split, KV head): tokens start..end, all `group` query heads of the KV head together
+//   step    64 tokens of an item, 16 a warp: warp w takes start + 16 w + 64 i
+//   scores  S^T [16 tokens, heads] = K [16, D] Q^T [D, heads]        the heads are the n side of the tensor-core product,
+//   sum     O^T [D, heads] += V^T [D, 16] P^T [16, heads]            padded to 8 (N_TILES = 1) or 16 (N_TILES = 2)
+//
+// At the end of an item the warps' sums are added in the order of the warps. A row of one split is then written out; of
+// several, each block leaves its part in `partial`, and the block that arrives last adds the parts in the order of the
+// splits. The order of every sum depends on the row's length only: not on the batch, the grid or the pages.
+//
+// Compile-time: HEAD_DIM, N_TILES (1 or 2), STAGES, WARPS.
+#pragma once
+#include "decode_plan.cuh"
+#include "mma.cuh"
+#include "mods.cuh"
+#include "paging.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+struct DecodeParams {
+  const bf16* q;            // [rows, heads, D], rows q_row_stride elements apart
+  const bf16* k;            // this layer's cache, see paging.cuh
+  const bf16* v;
+  bf16* out;                // [rows, heads, D]
+  float* lse;               // [rows, heads] or null
+  const DecodeItem* items;  // of decode_plan
+  const int* n_items;
+  float* partial;           // [rows, kv_heads, max_splits, group, D]
+  float2* partial_sums;     // [rows, kv_heads, max_splits, group]: maximum, sum
+  u32* arrived;             // [rows, kv_heads], 0 between launches
+  Paging paging;
+  i64 q_row_stride;
+  int heads, kv_heads, group, max_splits;
+  float scale;
+  Mods mods;
+};
+
+constexpr int DECODE_THREADS = WARPS * 32;
+constexpr int TILE_BYTES = GRANULE * ROW_BYTES;
+constexpr int STAGE_BYTES = 2 * TILE_BYTES;
+constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
+constexpr int MAX_HEADS = 8 * N_TILES;
+// The sums of the warps meet in shared memory, D / N_TILES columns at a time. The padding of 4 spreads the banks.
+constexpr int PASS_COLUMNS = HEAD_DIM / N_TILES;
+constexpr int PASS_STRIDE = PASS_COLUMNS + 4;
+constexpr int PASS_VECTORS = PASS_COLUMNS / 4;
+
+// Shared memory of a block; the host computes its size from the same list.
+//   ring | sums [WARPS, group, PASS_STRIDE] f32 | maximum, sum [WARPS, MAX_HEADS] | valid [WARPS, STAGES] | flag
+
+// Walks the steps of one warp over the items of one block, one step ahead of memory: the page of the next step and the
+// next item are already in registers when they are needed.
+struct DecodeCursor {
+  int work;  // item * kv_heads + head
+  int token;
+  int page;
+  DecodeItem item, ahead;
+};
+
+__device__ __forceinline__ DecodeItem load_item(const DecodeParams& p, int work) {
+  const int4* from = reinterpret_cast<const int4*>(p.items + work / p.kv_heads);
+  int4 a = __ldg(from), b = __ldg(from + 1);
+  DecodeItem i;
+  i.row = a.x, i.slot = a.y, i.start = a.z, i.end = a.w;
+  i.split = b.x, i.splits = b.y, i.first = b.z, i.position = b.w;
+  return i;
+}
+
+__device__ __forceinline__ void cursor_settle(DecodeCursor& c, const DecodeParams& p, int warp, int total, int stride) {
+  while (c.work < total && c.token >= c.item.end) {
+    c.work += stride;
+    c.item = c.ahead;
+    if (c.work + stride < total) c.ahead = load_item(p, c.work + stride);
+    c.token = c.item.start + warp * GRANULE;
+  }
+  if (c.work < total) c.page = page_of(p.paging, c.item.slot, c.token);
+}
+
+// Starts the copies of the cursor's step into `stage` and moves on. One group of copies, empty past the end.
+__device__ __forceinline__ void decode_issue(DecodeCursor& c, const DecodeParams& p, u32 stage, int* valid, int warp,
+                                             int lane, int total, int stride) {
+  if (c.work < total) {
+    // Nothing is read past the length or from a page that the slot does not have: it may hold NaN.
+    int n = c.item.end - c.token;
+    n = c.page < 0 ? 0 : n > GRANULE ? GRANULE : n;
+    const i64 offset = token_offset(p.paging, c.work % p.kv_heads, c.page < 0 ? 0 : c.page, c.token);
+    const bf16* k = p.k + offset;
+    const bf16* v = p.v + offset;
+#pragma unroll
+    for (int i = 0; i < GRANULE * ROW_CHUNKS / 32; i++) {
+      const int chunk = (i * 32 + lane) % ROW_CHUNKS, row = (i * 32 + lane) / ROW_CHUNKS;
+      const int from = row * HEAD_DIM + chunk * 8;
+      const u32 to = stage + tile_offset(row, chunk);
+      copy_16_async(to, k + from, row < n);
+      copy_16_async(to + TILE_BYTES, v + from, row < n);
+    }
+    if (lane == 0) *valid = n;
+    c.token += WARPS * GRANULE;
+    cursor_settle(c, p, warp, total, stride);
+  }
+  commit_copies();
+}
+
+// Query heads as B operands: q[n][k] holds head 8 n + g, elements 16 k + 2 t and 16 k + 8 + 2 t.
+__device__ __forceinline__ void decode_load_query(u32 (&q)[N_TILES][HEAD_DIM / 16][2], const DecodeParams& p,
+                                                  const DecodeItem& item, int head, int lane) {
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
+    const int in_group = n * 8 + (lane >> 2);
+    const bool real = in_group < p.group;
+    const bf16* from = p.q + item.row * p.q_row_stride + (i64)(head * p.group + (real ? in_group : 0)) * HEAD_DIM + (lane & 3) * 2;
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; k++) {
+      q[n][k][0] = real ? *reinterpret_cast<const u32*>(from + k * 16) : 0;
+      q[n][k][1] = real ? *reinterpret_cast<const u32*>(from + k * 16 + 8) : 0;
+    }
+  }
+}
+
+// The running sum of one warp: heads 8 n + 2 t and the next; elements 16 m + g and 16 m + g + 8.
+struct DecodeState {
+  float sum[HEAD_DIM / 16][N_TILES][4];
+  float maximum[N_TILES][2];
+  float total[N_TILES][2];  // this lane's tokens only, until the end of the item
+};
+
+__device__ __forceinline__ void decode_reset(DecodeState& s) {
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+    for (int m = 0; m < HEAD_DIM / 16; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) s.sum[m][n][i] = 0.f;
+    s.maximum[n][0] = s.maximum[n][1] = NEG_INFINITY;
+    s.total[n][0] = s.total[n][1] = 0.f;
+  }
+}
+
+// 16 tokens, of which the first `valid` exist.
+__device__ __forceinline__ void decode_step(DecodeState& s, const u32 (&q)[N_TILES][HEAD_DIM / 16][2], const DecodeParams& p,
+                                            const DecodeItem& item, int head, u32 stage, int token, int valid, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  float score[N_TILES][4];
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) score[n][i] = 0.f;
+#pragma unroll
+  for (int k = 0; k < HEAD_DIM / 16; k++) {
+    u32 a[4];
+    load_matrices(a, stage + tile_rows_offset(lane, 0, k * 2));
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) mma_16x8x16(score[n], a, q[n][k][0], q[n][k][1]);
+  }
+  u32 weights[N_TILES][2];
+  float rescale[N_TILES][2];
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int in_tile = g + (i >> 1) * 8, kv = token + in_tile;
+      bool visible = in_tile < valid && kv >= item.first;
+#if HAS_MASK_MOD || HAS_SCORE_MOD
+      const int in_group = n * 8 + t * 2 + (i & 1);
+      // The functions may index captured buffers: they are called for real heads and tokens only.
+      visible = visible && in_group < p.group;
+#endif
+#if HAS_MASK_MOD
+      visible = visible && mask_mod(p.mods, item.row, head * p.group + in_group, item.position, kv);
+#endif
+#if HAS_SCORE_MOD
+      if (visible)
+        score[n][i] = score_mod(p.mods, score[n][i] * p.scale, item.row, head * p.group + in_group, item.position, kv) * LOG2_E;
+#else
+      score[n][i] *= p.scale * LOG2_E;
+#endif
+      if (!visible) score[n][i] = NEG_INFINITY;
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      float maximum = fmaxf(score[n][j], score[n][j + 2]);
+      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 4));
+      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 8));
+      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 16));
+      maximum = fmaxf(maximum, s.maximum[n][j]);
+      const float base = finite_maximum(maximum);
+      rescale[n][j] = exp2_approx(s.maximum[n][j] - base);
+      s.maximum[n][j] = maximum;
+      score[n][j] = exp2_approx(score[n][j] - base);
+      score[n][j + 2] = exp2_approx(score[n][j + 2] - base);
+      s.total[n][j] = s.total[n][j] * rescale[n][j] + (score[n][j] + score[n][j + 2]);
+    }
+    weights[n][0] = transpose_matrix(pack_bf16(score[n][0], score[n][1]));
+    weights[n][1] = transpose_matrix(pack_bf16(score[n][2], score[n][3]));
+  }
+#pragma unroll
+  for (int m = 0; m < HEAD_DIM / 16; m++) {
+    u32 a[4];
+    load_matrices_transposed(a, stage + TILE_BYTES + tile_columns_offset(lane, 0, m * 2));
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) s.sum[m][n][i] *= rescale[n][i & 1];
+      mma_16x8x16(s.sum[m][n], a, weights[n][0], weights[n][1]);
+    }
+  }
+}
+
+__device__ __forceinline__ void store_output(const DecodeParams& p, int row, int head, int column, float4 sum, float inverse) {
+  uint2 packed;
+  packed.x = pack_bf16(sum.x * inverse, sum.y * inverse);
+  packed.y = pack_bf16(sum.z * inverse, sum.w * inverse);
+  *reinterpret_cast<uint2*>(p.out + ((i64)row * p.heads + head) * HEAD_DIM + column) = packed;
+}
+
+// Adds the splits of (row, KV head) in their order and writes the output.
+__device__ __forceinline__ void decode_merge_splits(const DecodeParams& p, const DecodeItem& item, int head, int thread) {
+  const i64 base = ((i64)item.row * p.kv_heads + head) * p.max_splits * p.group;
+  constexpr int VECTORS = HEAD_DIM / 4;
+  for (int u = thread; u < p.group * VECTORS; u += DECODE_THREADS) {
+    const int in_group = u / VECTORS, column = u % VECTORS * 4;
+    const float2* sums = p.partial_sums + base + in_group;
+    float maximum = NEG_INFINITY;
+#pragma unroll 4
+    for (int s = 0; s < item.splits; s++) maximum = fmaxf(maximum, load_coherent(sums + s * p.group).x);
+    const float relative_to = finite_maximum(maximum);
+    float total = 0.f;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+    for (int s = 0; s < item.splits; s++) {
+      const float2 part = load_coherent(sums + s * p.group);
+      const float4 x = load_coherent(reinterpret_cast<const float4*>(
+          p.partial + (base + (i64)s * p.group + in_group) * HEAD_DIM + column));
+      const float weight = exp2_approx(part.x - relative_to);
+      total += part.y * weight;
+      sum.x += x.x * weight, sum.y += x.y * weight, sum.z += x.z * weight, sum.w += x.w * weight;
+    }
+    const int h = head * p.group + in_group;
+    store_output(p, item.row, h, column, sum, inverse_sum(total));
+    if (p.lse && column == 0) p.lse[(i64)item.row * p.heads + h] = log_sum_exp(maximum, total);
+  }
+}
+
+// Adds the warps' sums, hands the item's result on, and merges the row if this was its last split.
+__device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeParams& p, const DecodeItem& item, int head,
+                                                   unsigned char* shared, int warp, int lane, int barrier) {
+  float* sums = reinterpret_cast<float*>(shared + RING_BYTES);
+  float2* softmax = reinterpret_cast<float2*>(sums + WARPS * p.group * PASS_STRIDE);
+  u32* flag = reinterpret_cast<u32*>(softmax + WARPS * MAX_HEADS) + WARPS * STAGES;
+  const int g = lane >> 2, t = lane & 3, thread = warp * 32 + lane;
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      float total = s.total[n][j];
+      total += __shfl_xor_sync(0xffffffffu, total, 4);
+      total += __shfl_xor_sync(0xffffffffu, total, 8);
+      total += __shfl_xor_sync(0xffffffffu, total, 16);
+      if (g == 0) softmax[warp * MAX_HEADS + n * 8 + t * 2 + j] = make_float2(s.maximum[n][j], total);
+    }
+  }
+  const i64 part = (((i64)item.row * p.kv_heads + head) * p.max_splits + item.split) * p.group;
+#pragma unroll
+  for (int pass = 0; pass < N_TILES; pass++) {
+    if (pass) stage_barrier(barrier, DECODE_THREADS);
+#pragma unroll
+    for (int m = 0; m < PASS_COLUMNS / 16; m++)
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int in_group = n * 8 + t * 2 + (i & 1);
+          if (in_group < p.group)
+            sums[(warp * p.group + in_group) * PASS_STRIDE + m * 16 + g + (i >> 1) * 8] = s.sum[pass * (PASS_COLUMNS / 16) + m][n][i];
+        }
+    stage_barrier(barrier, DECODE_THREADS);
+    for (int u = thread; u < p.group * PASS_VECTORS; u += DECODE_THREADS) {
+      const int in_group = u / PASS_VECTORS, column = u % PASS_VECTORS * 4;
+      float maximum = NEG_INFINITY;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) maximum = fmaxf(maximum, softmax[w * MAX_HEADS + in_group].x);
+      const float base = finite_maximum(maximum);
+      float total = 0.f;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const float weight = exp2_approx(softmax[w * MAX_HEADS + in_group].x - base);
+        const float4 x = *reinterpret_cast<const float4*>(sums + (w * p.group + in_group) * PASS_STRIDE + column);
+        total += softmax[w * MAX_HEADS + in_group].y * weight;
+        sum.x += x.x * weight, sum.y += x.y * weight, sum.z += x.z * weight, sum.w += x.w * weight;
+      }
+      const int at = pass * PASS_COLUMNS + column, h = head * p.group + in_group;
+      if (item.splits == 1) {
+        store_output(p, item.row, h, at, sum, inverse_sum(total));
+        if (p.lse && at == 0) p.lse[(i64)item.row * p.heads + h] = log_sum_exp(maximum, total);
+      } else {
+        *reinterpret_cast<float4*>(p.partial + (part + in_group) * HEAD_DIM + at) = sum;
+        if (at == 0) p.partial_sums[part + in_group] = make_float2(maximum, total);
+      }
+    }
+  }
+  stage_barrier(barrier, DECODE_THREADS);
+  if (item.splits > 1) {
+    if (thread == 0) {
+      u32* count = p.arrived + (i64)item.row * p.kv_heads + head;
+      __threadfence();
+      const bool last = atomicAdd(count, 1u) == (u32)item.splits - 1;
+      if (last) *count = 0;  // ready for the next launch
+      __threadfence();
+      *flag = last;
+    }
+    stage_barrier(barrier, DECODE_THREADS);
+    if (*flag) decode_merge_splits(p, item, head, thread);
+    // `flag` is next written after further barriers of the next item.
+  }
+}
+
+// The whole stage for block `block` of `blocks`. `barrier`: a named barrier of the WARPS warps that run the stage.
+__device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, unsigned char* shared, int block, int blocks,
+                                                       int barrier) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int total = *p.n_items * p.kv_heads;
+  if (block >= total) return;
+  const u32 ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
+  int* valid = reinterpret_cast<int*>(shared + RING_BYTES + WARPS * p.group * PASS_STRIDE * 4 + WARPS * MAX_HEADS * 8) + warp * STAGES;
+
+  DecodeCursor cursor;
+  cursor.work = block;
+  cursor.item = load_item(p, block);
+  DecodeItem item = cursor.item;
+  cursor.ahead = block + blocks < total ? load_item(p, block + blocks) : item;
+  cursor.token = item.start + warp * GRANULE;
+  cursor_settle(cursor, p, warp, total, blocks);
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) decode_issue(cursor, p, ring + s * STAGE_BYTES, valid + s, warp, lane, total, blocks);
+
+  u32 q[N_TILES][HEAD_DIM / 16][2];
+  decode_load_query(q, p, item, block % p.kv_heads, lane);
+  int stage = 0;
+  for (int work = block; work < total; work += blocks) {
+    const int head = work % p.kv_heads;
+    const bool more = work + blocks < total;
+    const DecodeItem next = more ? load_item(p, work + blocks) : item;
+    DecodeState state;
+    decode_reset(state);
+    for (int token = item.start + warp * GRANULE; token < item.end; token += WARPS * GRANULE) {
+      wait_copies<STAGES - 2>();
+      __syncwarp();  // every lane's copies have landed, and every lane is done with the stage filled next
+      const int fill = stage == 0 ? STAGES - 1 : stage - 1;
+      decode_issue(cursor, p, ring + fill * STAGE_BYTES, valid + fill, warp, lane, total, blocks);
+      decode_step(state, q, p, item, head, ring + stage * STAGE_BYTES, token, valid[stage], lane);
+      stage = stage == STAGES - 1 ? 0 : stage + 1;
+    }
+    // The next query travels while this item is summed up.
+    if (more) decode_load_query(q, p, next, (work + blocks) % p.kv_heads, lane);
+    decode_finish_item(state, p, item, head, shared, warp, lane, barrier);
+    item = next;
+  }
+  wait_copies<0>();
+}

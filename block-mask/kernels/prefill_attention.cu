@@ -1,0 +1,35 @@
+// prefill_attention: grid (tiles, KV heads), THREADS threads, PREFILL_SHARED_BYTES of dynamic shared memory.
+// See prefill_causal.cuh and prefill_attention.cuh.
+#include "prefill_causal.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) prefill_attention(const __grid_constant__ PrefillParams p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const PrefillTile t = p.tiles[blockIdx.x];
+  const int kv_head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  QueryTile tile;
+  tile.q_offset = (i64)t.q_start * p.token_stride + (i64)kv_head * p.group * HEAD_DIM;
+  tile.token_stride = p.token_stride;
+  tile.out_offset = tile.q_offset;
+  tile.group = p.group;
+  tile.first_row = t.first_row;
+  const int left = t.q_len * p.group - t.first_row;
+  tile.rows = left < BLOCK_M ? left : BLOCK_M;
+  tile.position = t.position;
+  tile.batch = t.chunk;
+  tile.head = kv_head * p.group;
+  const LaneRows rows = lane_rows(tile, warp, lane);
+  // Lengths seen by the tile's first and last row.
+  const int shortest = t.position + t.first_row / p.group + 1;
+  const int longest = t.position + (t.first_row + tile.rows - 1) / p.group + 1;
+  const int window = p.window > 0 ? p.window : 0x7fffffff;
+  CausalSource source{p, rows, t.slot, t.chunk};
+  source.first_block = shortest > window ? (shortest - window) / BLOCK_N : 0;
+  source.count = (longest + BLOCK_N - 1) / BLOCK_N - source.first_block;
+  source.full_from = longest > window ? (longest - window + BLOCK_N - 1) / BLOCK_N : 0;
+  source.full_to = shortest / BLOCK_N;
+  source.last = longest;
+  source.lane = lane;
+  const i64 head_offset = (i64)kv_head * p.paging.head_stride;
+  prefill_tile(p.q, p.k + head_offset, p.v + head_offset, p.out, p.lse, (i64)t.q_start * p.heads + kv_head * p.group, p.heads, p.scale,
+               tile, source, shared);
+}

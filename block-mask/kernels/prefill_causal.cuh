@@ -1,0 +1,69 @@
+// Causal prefill over packed sequences: each tile belongs to one chunk of one sequence, whose keys are read through the
+// page table from position 0 (or from the window's start) up to the tile's last token.
+//
+//   block        |      full       | diagonal |  never visited
+//   keys     0 ──┴─────────────────┴──────────┴──────────────
+//                 plain(j): no mask   limit per row
+#pragma once
+#include "prefill_attention.cuh"
+
+// Made by the host, longest first.
+struct PrefillTile {
+  int q_start, q_len;  // the chunk's rows in the packed query axis
+  int slot, position;  // of its sequence; logical position of its first token
+  int first_row;       // of q_len * group
+  int chunk;           // what the functions see as b
+  int reserved[2];
+};
+
+struct PrefillParams {
+  const bf16* q;  // [tokens, heads, D], tokens q_token_stride elements apart
+  const bf16* k;
+  const bf16* v;
+  bf16* out;   // [tokens, heads, D], same strides as q when out_token_stride says so
+  float* lse;  // [tokens, heads] or null
+  const PrefillTile* tiles;
+  Paging paging;
+  i64 token_stride;
+  int heads, group, window;
+  float scale;
+  Mods mods;
+};
+
+struct CausalSource {
+  const PrefillParams& p;
+  const LaneRows& rows;
+  int slot, batch;
+  int first_block, count;
+  int full_from, full_to;  // blocks of [full_from, full_to) are seen whole by every row
+  int last;                // one past the last token any row sees
+  int lane;
+
+  __device__ __forceinline__ int limit() const { return last; }
+
+  __device__ __forceinline__ KeyBlock fetch(int j) const {
+    KeyBlock b;
+#pragma unroll
+    for (int i = 0; i < N_GRANULES; i++) {
+      const int token = (first_block + j) * BLOCK_N + i * GRANULE;
+      b.logical[i] = token;
+      const int page = token < last ? page_of(p.paging, slot, token) : -1;
+      b.physical[i] = page < 0 ? -1 : (page << p.paging.page_shift) | (token & ((1 << p.paging.page_shift) - 1));
+    }
+    return b;
+  }
+
+  __device__ __forceinline__ bool plain(int j, const KeyBlock& b) const {
+    bool whole = !HAS_MASK_MOD && !HAS_SCORE_MOD && first_block + j >= full_from && first_block + j < full_to;
+#pragma unroll
+    for (int i = 0; i < N_GRANULES; i++) whole = whole && b.physical[i] >= 0;
+    return whole;
+  }
+
+  __device__ __forceinline__ void modify(Scores& scores, int, const KeyBlock& b) const {
+    const int window = p.window > 0 ? p.window : 0x7fffffff;
+    modify_scores(scores, rows, b, p.mods, batch, p.scale, true, lane, [&](int m, int j, int kv) {
+      return kv < rows.limit[m][j] && kv >= rows.limit[m][j] - window;
+    });
+  }
+};
