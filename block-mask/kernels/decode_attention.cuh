@@ -37,7 +37,7 @@ struct DecodeParams {
   i64 q_row_stride;
   int heads, kv_heads, group, max_splits;
   float scale;
-  Mods mods;
+  const Captures* captures;  // null without functions
 };
 
 constexpr int DECODE_THREADS = WARPS * 32;
@@ -171,11 +171,11 @@ __device__ __forceinline__ void decode_step(DecodeState& s, const u32 (&q)[N_TIL
       visible = visible && in_group < p.group;
 #endif
 #if HAS_MASK_MOD
-      visible = visible && mask_mod(p.mods, item.row, head * p.group + in_group, item.position, kv);
+      visible = visible && mask_mod(item.row, head * p.group + in_group, item.position, kv, *p.captures);
 #endif
 #if HAS_SCORE_MOD
       if (visible)
-        score[n][i] = score_mod(p.mods, score[n][i] * p.scale, item.row, head * p.group + in_group, item.position, kv) * LOG2_E;
+        score[n][i] = score_mod(score[n][i] * p.scale, item.row, head * p.group + in_group, item.position, kv, *p.captures) * LOG2_E;
 #else
       score[n][i] *= p.scale * LOG2_E;
 #endif

@@ -6,31 +6,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flex_attent
   extern __shared__ __align__(128) unsigned char shared[];
   const int q_block = blockIdx.x / p.tiles_per_block, part = blockIdx.x % p.tiles_per_block;
   const int head = blockIdx.y, batch = blockIdx.z, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const BatchSpan span = p.spans[batch];
   QueryTile tile;
   const int first = q_block * p.block_q + part * BLOCK_M;
   int end = (q_block + 1) * p.block_q;
-  end = end < p.q_len ? end : p.q_len;
+  end = end < span.q_len ? end : span.q_len;
   if (first >= end) return;
   tile.rows = end - first < BLOCK_M ? end - first : BLOCK_M;
   tile.first_row = first;
   tile.group = 1;
-  tile.q_offset = batch * p.q_batch_stride + head * p.q_head_stride;
-  tile.out_offset = tile.q_offset;
+  tile.q_offset = span.q_offset + head * p.q_head_stride;
   tile.token_stride = p.q_token_stride;
-  tile.position = 0;
-  tile.batch = batch;
+  tile.position = span.position;
   tile.head = head;
   const LaneRows rows = lane_rows(tile, warp, lane);
-  const i64 row = ((i64)(p.mask_batch == 1 ? 0 : batch) * p.mask_heads + (p.mask_heads == 1 ? 0 : head)) * p.q_blocks + q_block;
-  MaskSource source{p, rows, row * p.kv_blocks};
-  source.full_granules = p.full_count[row] << p.block_granules_shift;
-  source.part_granules = p.part_count[row] << p.block_granules_shift;
-  source.full_blocks_n = (source.full_granules + N_GRANULES - 1) / N_GRANULES;
-  source.count = source.full_blocks_n + (source.part_granules + N_GRANULES - 1) / N_GRANULES;
-  source.length = p.kv_length[batch];
+  MaskSource source{p, rows};
+  source.list = p.lists[((i64)batch * p.mask_heads + (p.mask_heads == 1 ? 0 : head)) * p.q_blocks + q_block];
+  source.full_count = ((source.list.full << p.block_granules_shift) + N_GRANULES - 1) / N_GRANULES;
+  source.count = source.full_count + ((source.list.partial << p.block_granules_shift) + N_GRANULES - 1) / N_GRANULES;
+  source.length = span.kv_length;
   source.batch = batch;
   source.lane = lane;
   const i64 head_offset = (i64)(head / p.group) * p.head_stride;
-  prefill_tile(p.q, p.k + head_offset, p.v + head_offset, p.out, p.lse, ((i64)batch * p.heads + head) * p.q_len, 1, p.scale, tile,
-               source, shared);
+  prefill_tile(p.q, p.k + head_offset, p.v + head_offset, p.out, p.lse, span.lse_offset + head * p.lse_head_stride,
+               p.lse_token_stride, p.scale, tile, source, shared);
 }

@@ -1,74 +1,85 @@
 // Attention over a block mask whose blocks are pages of the cache.
 //
-//   per (batch, head, query block)   full_count, full_blocks[..]: every key seen, score function only
-//                                    part_count, part_blocks[..]: mask function and length apply
-//   a block                          physical index: where its keys lie; logical index: what the functions see,
-//                                    -1 when the row's slot does not own the page (nothing is read or seen)
+//   lists[(batch, head of the mask, query block)]  where its entries begin and how many are full, how many partial
+//   entries                                        full ones first, then partial ones, each in the order of the sequence:
+//                                                  physical page (where the keys lie), logical block (what functions see)
+//   full     every key is seen; the score function still applies
+//   partial  the mask function and the length apply
 //
-// Full blocks are visited first, then partial ones, each in the order of its list. Blocks are cut into granules of 16
-// keys, so BLOCK_N and the page size are independent.
+// Blocks are cut into granules of 16 keys, so BLOCK_N and the page size are independent. A block that no list names is
+// never touched.
 #pragma once
 #include "prefill_attention.cuh"
 
+struct BlockList {
+  int first, full, partial, reserved;
+};
+
+struct BlockEntry {
+  int physical, logical;
+};
+
+// The queries of one batch row.
+struct BatchSpan {
+  i64 q_offset;    // elements to its first query, head 0
+  i64 lse_offset;  // f32 elements to that query's value of head 0
+  int q_len, position, kv_length, reserved;
+};
+
 struct FlexParams {
-  const bf16* q;  // strides below, D contiguous
+  const bf16* q;  // D contiguous
   const bf16* k;
   const bf16* v;
-  bf16* out;   // the strides of q
-  float* lse;  // [batch, heads, q_len] or null
-  const int* full_count;     // [mask_batch, mask_heads, q_blocks]
-  const int* full_physical;  // [mask_batch, mask_heads, q_blocks, kv_blocks]
-  const int* full_logical;
-  const int* part_count;
-  const int* part_physical;
-  const int* part_logical;
-  const int* kv_length;  // [batch], logical
-  i64 head_stride;       // of the cache, elements
-  i64 q_batch_stride, q_head_stride, q_token_stride;
-  int q_len, heads, group;
-  int mask_batch, mask_heads;  // 1 = shared by all
-  int q_blocks, kv_blocks;     // of the mask
-  int block_q, tiles_per_block;
-  int block_granules_shift;    // log2(page_size / 16)
+  bf16* out;   // laid out as q
+  float* lse;  // or null
+  const BatchSpan* spans;  // [batch]
+  const BlockList* lists;  // [batch, mask_heads, q_blocks]
+  const BlockEntry* entries;
+  i64 head_stride;  // of the cache, elements
+  i64 q_head_stride, q_token_stride, lse_head_stride, lse_token_stride;
+  int group, mask_heads, q_blocks, block_q;
+  int tiles_per_block;       // ceil(block_q / BLOCK_M)
+  int block_granules_shift;  // log2(page_size / 16)
   float scale;
-  Mods mods;
+  const Captures* captures;  // null without functions
 };
 
 struct MaskSource {
   const FlexParams& p;
   const LaneRows& rows;
-  i64 lists;  // offset of this row's lists
-  int full_granules, part_granules, full_blocks_n, count;
+  BlockList list;
+  int full_count, count;  // blocks of BLOCK_N keys, the full ones first
   int length, batch, lane;
 
   __device__ __forceinline__ int limit() const { return length; }
 
   __device__ __forceinline__ KeyBlock fetch(int j) const {
-    const bool full = j < full_blocks_n;
-    const int* physical = (full ? p.full_physical : p.part_physical) + lists;
-    const int* logical = (full ? p.full_logical : p.part_logical) + lists;
-    const int granules = full ? full_granules : part_granules, first = (full ? j : j - full_blocks_n) * N_GRANULES;
+    const bool full = j < full_count;
+    const int entries = full ? list.full : list.partial, granules = entries << p.block_granules_shift;
+    const int first = (full ? j : j - full_count) * N_GRANULES;
+    const int2* from = reinterpret_cast<const int2*>(p.entries + list.first + (full ? 0 : list.full));
     KeyBlock b;
 #pragma unroll
     for (int i = 0; i < N_GRANULES; i++) {
-      const int granule = first + i, at = granule >> p.block_granules_shift;
+      const int granule = first + i;
       const int within = (granule & ((1 << p.block_granules_shift) - 1)) * GRANULE;
-      const int where = granule < granules ? __ldg(physical + at) : -1, what = granule < granules ? __ldg(logical + at) : -1;
-      const bool real = where >= 0 && what >= 0;
-      b.physical[i] = real ? (where << (p.block_granules_shift + 4)) + within : -1;
-      b.logical[i] = real ? (what << (p.block_granules_shift + 4)) + within : 0;
+      b.physical[i] = -1;
+      b.logical[i] = 0;
+      if (granule < granules) {
+        const int2 entry = __ldg(from + (granule >> p.block_granules_shift));
+        b.physical[i] = (entry.x << (p.block_granules_shift + 4)) + within;
+        b.logical[i] = (entry.y << (p.block_granules_shift + 4)) + within;
+      }
     }
     return b;
   }
 
   __device__ __forceinline__ bool plain(int j, const KeyBlock& b) const {
-    bool whole = !HAS_SCORE_MOD && j < full_blocks_n;
-#pragma unroll
-    for (int i = 0; i < N_GRANULES; i++) whole = whole && b.physical[i] >= 0;
-    return whole;
+    return !HAS_SCORE_MOD && j < full_count && b.physical[N_GRANULES - 1] >= 0;
   }
 
   __device__ __forceinline__ void modify(Scores& scores, int j, const KeyBlock& b) const {
-    modify_scores(scores, rows, b, p.mods, batch, p.scale, j >= full_blocks_n, lane, [&](int, int, int kv) { return kv < length; });
+    modify_scores(scores, rows, b, p.captures, batch, p.scale, j >= full_count, lane,
+                  [&](int, int, int kv) { return kv < length; });
   }
 };

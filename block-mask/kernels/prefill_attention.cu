@@ -9,13 +9,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) prefill_att
   QueryTile tile;
   tile.q_offset = (i64)t.q_start * p.token_stride + (i64)kv_head * p.group * HEAD_DIM;
   tile.token_stride = p.token_stride;
-  tile.out_offset = tile.q_offset;
   tile.group = p.group;
   tile.first_row = t.first_row;
   const int left = t.q_len * p.group - t.first_row;
   tile.rows = left < BLOCK_M ? left : BLOCK_M;
   tile.position = t.position;
-  tile.batch = t.chunk;
   tile.head = kv_head * p.group;
   const LaneRows rows = lane_rows(tile, warp, lane);
   // Lengths seen by the tile's first and last row.

@@ -15,7 +15,7 @@
 // Keys are visited in the order of the source, from the first one on: a row's sum does not depend on how its sequence was
 // cut into chunks, nor on where its pages lie.
 //
-// Compile-time: HEAD_DIM, BLOCK_M (64 or 128), BLOCK_N (32, 64 or 128), WARPS, STAGES (1 or 2), BLOCK_MASK (0 or 1),
+// Compile-time: HEAD_DIM, BLOCK_M (64 or 128), BLOCK_N (32, 64 or 128), WARPS, STAGES (1 or 2),
 // ROWS_SAFE (every row sees a key in its first block: the guards against empty rows are left out), PRESCALE.
 #pragma once
 #include "mma.cuh"
@@ -39,13 +39,12 @@ constexpr int PREFILL_SHARED_BYTES = Q_BYTES + 2 * STAGES * KV_BYTES;
 
 // Up to BLOCK_M query rows of one sequence (or one batch row) and one KV head (or query head).
 struct QueryTile {
-  i64 q_offset;      // elements to token 0 of the sequence, first head of the tile
-  i64 token_stride;  // elements between tokens of Q and of the output
-  i64 out_offset;
+  i64 q_offset;      // elements to token 0 of the sequence, first head of the tile, in Q and in the output
+  i64 token_stride;  // elements between tokens
   int group;         // heads per token in the tile
   int first_row, rows;
   int position;      // logical position of token 0
-  int batch, head;   // first query head: what the functions see
+  int head;          // first query head
 };
 
 // BLOCK_N / 16 granules: place of the first token within a KV head (-1: nothing there) and its logical position.
@@ -53,8 +52,6 @@ struct KeyBlock {
   int physical[N_GRANULES];
   int logical[N_GRANULES];
 };
-
-__device__ __forceinline__ int tile_token(const QueryTile& tile, int row) { return (tile.first_row + row) / tile.group; }
 
 __device__ __forceinline__ void load_query_tile(const bf16* q, const QueryTile& tile, u32 to, int thread) {
 #pragma unroll 4
@@ -85,7 +82,8 @@ __device__ __forceinline__ void load_key_block(const bf16* from, const KeyBlock&
       logical = upper ? block.logical[i * 2 + 1] : block.logical[i * 2];
     }
     const bool real = physical >= 0 && logical + row % GRANULE < limit;
-    copy_16_async(to + tile_offset(row, chunk), from + (real ? (i64)physical * HEAD_DIM + (row % GRANULE) * HEAD_DIM : 0) + chunk * 8, real);
+    const i64 place = real ? ((i64)physical + row % GRANULE) * HEAD_DIM : 0;
+    copy_16_async(to + tile_offset(row, chunk), from + place + chunk * 8, real);
   }
 }
 
@@ -223,11 +221,12 @@ __device__ __forceinline__ void store_query_tile(PrefillState& s, const QueryTil
       }
     }
   __syncwarp();
+  out += tile.q_offset;
 #pragma unroll 4
   for (int i = lane; i < WARP_ROWS * ROW_CHUNKS; i += 32) {
     const int row = warp * WARP_ROWS + i / ROW_CHUNKS, chunk = i % ROW_CHUNKS, r = tile.first_row + row;
     if (row < tile.rows)
-      *reinterpret_cast<uint4*>(out + tile.out_offset + (r / tile.group) * tile.token_stride + (r % tile.group) * HEAD_DIM + chunk * 8) =
+      *reinterpret_cast<uint4*>(out + (r / tile.group) * tile.token_stride + (r % tile.group) * HEAD_DIM + chunk * 8) =
           *reinterpret_cast<const uint4*>(q_tile + tile_offset(row, chunk));
   }
 }
@@ -255,7 +254,7 @@ __device__ __forceinline__ LaneRows lane_rows(const QueryTile& tile, int warp, i
 
 // Hides keys and applies the functions. `Visible(m, j, granule, kv)` says whether a key is there for a row.
 template <class Visible>
-__device__ __forceinline__ void modify_scores(Scores& scores, const LaneRows& rows, const KeyBlock& keys, const Mods& mods,
+__device__ __forceinline__ void modify_scores(Scores& scores, const LaneRows& rows, const KeyBlock& keys, const Captures* captures,
                                               int batch, float scale, bool use_mask_mod, int lane, const Visible& visible) {
 #pragma unroll
   for (int m = 0; m < M_TILES; m++)
@@ -266,10 +265,10 @@ __device__ __forceinline__ void modify_scores(Scores& scores, const LaneRows& ro
         const int j = i >> 1, kv = keys.logical[n / 2] + (n & 1) * 8 + (lane & 3) * 2 + (i & 1);
         bool seen = keys.physical[n / 2] >= 0 && visible(m, j, kv);
 #if HAS_MASK_MOD
-        seen = seen && (!use_mask_mod || mask_mod(mods, batch, rows.head[m][j], rows.limit[m][j] - 1, kv));
+        seen = seen && (!use_mask_mod || mask_mod(batch, rows.head[m][j], rows.limit[m][j] - 1, kv, *captures));
 #endif
 #if HAS_SCORE_MOD
-        if (seen) scores[m][n][i] = score_mod(mods, scores[m][n][i] * scale, batch, rows.head[m][j], rows.limit[m][j] - 1, kv);
+        if (seen) scores[m][n][i] = score_mod(scores[m][n][i] * scale, batch, rows.head[m][j], rows.limit[m][j] - 1, kv, *captures);
 #endif
         if (!seen) scores[m][n][i] = NEG_INFINITY;
       }

@@ -27,7 +27,7 @@ struct PrefillParams {
   i64 token_stride;
   int heads, group, window;
   float scale;
-  Mods mods;
+  const Captures* captures;  // null without functions
 };
 
 struct CausalSource {
@@ -62,7 +62,7 @@ struct CausalSource {
 
   __device__ __forceinline__ void modify(Scores& scores, int, const KeyBlock& b) const {
     const int window = p.window > 0 ? p.window : 0x7fffffff;
-    modify_scores(scores, rows, b, p.mods, batch, p.scale, true, lane, [&](int m, int j, int kv) {
+    modify_scores(scores, rows, b, p.captures, batch, p.scale, true, lane, [&](int m, int j, int kv) {
       return kv < rows.limit[m][j] && kv >= rows.limit[m][j] - window;
     });
   }
