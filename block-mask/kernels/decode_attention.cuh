@@ -144,7 +144,7 @@ __device__ __forceinline__ void decode_reset(DecodeState& s) {
 // 16 tokens, of which the first `valid` exist.
 __device__ __forceinline__ void decode_step(DecodeState& s, const u32 (&q)[N_TILES][HEAD_DIM / 16][2], const DecodeParams& p,
                                             const DecodeItem& item, int head, u32 stage, int token, int valid, int lane) {
-  const int g = lane >> 2, t = lane & 3;
+  const int g = lane >> 2;
   float score[N_TILES][4];
 #pragma unroll
   for (int n = 0; n < N_TILES; n++)

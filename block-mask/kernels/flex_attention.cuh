@@ -45,6 +45,7 @@ struct FlexParams {
 };
 
 struct MaskSource {
+  typedef ListedBlock Block;
   const FlexParams& p;
   const LaneRows& rows;
   BlockList list;
@@ -53,32 +54,32 @@ struct MaskSource {
 
   __device__ __forceinline__ int limit() const { return length; }
 
-  __device__ __forceinline__ KeyBlock fetch(int j) const {
+  __device__ __forceinline__ Block fetch(int j) const {
     const bool full = j < full_count;
     const int entries = full ? list.full : list.partial, granules = entries << p.block_granules_shift;
     const int first = (full ? j : j - full_count) * N_GRANULES;
     const int2* from = reinterpret_cast<const int2*>(p.entries + list.first + (full ? 0 : list.full));
-    KeyBlock b;
+    Block b;
 #pragma unroll
     for (int i = 0; i < N_GRANULES; i++) {
       const int granule = first + i;
       const int within = (granule & ((1 << p.block_granules_shift) - 1)) * GRANULE;
-      b.physical[i] = -1;
-      b.logical[i] = 0;
+      b.place[i] = -1;
+      b.position[i] = 0;
       if (granule < granules) {
         const int2 entry = __ldg(from + (granule >> p.block_granules_shift));
-        b.physical[i] = (entry.x << (p.block_granules_shift + 4)) + within;
-        b.logical[i] = (entry.y << (p.block_granules_shift + 4)) + within;
+        b.place[i] = (entry.x << (p.block_granules_shift + 4)) + within;
+        b.position[i] = (entry.y << (p.block_granules_shift + 4)) + within;
       }
     }
     return b;
   }
 
-  __device__ __forceinline__ bool plain(int j, const KeyBlock& b) const {
-    return !HAS_SCORE_MOD && j < full_count && b.physical[N_GRANULES - 1] >= 0;
+  __device__ __forceinline__ bool plain(int j, const Block& b) const {
+    return !HAS_SCORE_MOD && j < full_count && b.place[N_GRANULES - 1] >= 0;
   }
 
-  __device__ __forceinline__ void modify(Scores& scores, int j, const KeyBlock& b) const {
+  __device__ __forceinline__ void modify(Scores& scores, int j, const Block& b) const {
     modify_scores(scores, rows, b, p.captures, batch, p.scale, j >= full_count, lane,
                   [&](int, int, int kv) { return kv < length; });
   }

@@ -47,10 +47,19 @@ struct QueryTile {
   int head;          // first query head
 };
 
-// BLOCK_N / 16 granules: place of the first token within a KV head (-1: nothing there) and its logical position.
-struct KeyBlock {
-  int physical[N_GRANULES];
-  int logical[N_GRANULES];
+// A block of keys is BLOCK_N / 16 granules: where the first token of each lies within a KV head (-1: nothing there), and
+// its logical position. Both must be indexed by constants, so that they stay in registers.
+struct ListedBlock {
+  int place[N_GRANULES];
+  int position[N_GRANULES];
+  __device__ __forceinline__ int logical(int i) const { return position[i]; }
+};
+
+// Consecutive logical positions.
+struct ConsecutiveBlock {
+  int place[N_GRANULES];
+  int first;
+  __device__ __forceinline__ int logical(int i) const { return first + i * GRANULE; }
 };
 
 __device__ __forceinline__ void load_query_tile(const bf16* q, const QueryTile& tile, u32 to, int thread) {
@@ -65,7 +74,8 @@ __device__ __forceinline__ void load_query_tile(const bf16* q, const QueryTile& 
 }
 
 // `limit`: tokens at or past it do not exist; their rows become zeros, never what memory holds there.
-__device__ __forceinline__ void load_key_block(const bf16* from, const KeyBlock& block, int limit, u32 to, int thread) {
+template <class Block>
+__device__ __forceinline__ void load_key_block(const bf16* from, const Block& block, int limit, u32 to, int thread) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N * ROW_CHUNKS / THREADS; i++) {
     constexpr int STEP = THREADS / ROW_CHUNKS;  // rows between this thread's copies: 8, 16 or 32
@@ -73,13 +83,13 @@ __device__ __forceinline__ void load_key_block(const bf16* from, const KeyBlock&
     int physical, logical;
     if constexpr (STEP <= GRANULE) {
       // The granule is known at compile time: STEP divides 16.
-      physical = block.physical[i * STEP / GRANULE];
-      logical = block.logical[i * STEP / GRANULE];
+      physical = block.place[i * STEP / GRANULE];
+      logical = block.logical(i * STEP / GRANULE);
     } else {
       // Two granules apart: the thread is in the upper or the lower one.
       const bool upper = thread / ROW_CHUNKS >= GRANULE;
-      physical = upper ? block.physical[i * 2 + 1] : block.physical[i * 2];
-      logical = upper ? block.logical[i * 2 + 1] : block.logical[i * 2];
+      physical = upper ? block.place[i * 2 + 1] : block.place[i * 2];
+      logical = upper ? block.logical(i * 2 + 1) : block.logical(i * 2);
     }
     const bool real = physical >= 0 && logical + row % GRANULE < limit;
     const i64 place = real ? ((i64)physical + row % GRANULE) * HEAD_DIM : 0;
@@ -253,8 +263,8 @@ __device__ __forceinline__ LaneRows lane_rows(const QueryTile& tile, int warp, i
 }
 
 // Hides keys and applies the functions. `Visible(m, j, granule, kv)` says whether a key is there for a row.
-template <class Visible>
-__device__ __forceinline__ void modify_scores(Scores& scores, const LaneRows& rows, const KeyBlock& keys, const Captures* captures,
+template <class Block, class Visible>
+__device__ __forceinline__ void modify_scores(Scores& scores, const LaneRows& rows, const Block& keys, const Captures* captures,
                                               int batch, float scale, bool use_mask_mod, int lane, const Visible& visible) {
 #pragma unroll
   for (int m = 0; m < M_TILES; m++)
@@ -262,8 +272,8 @@ __device__ __forceinline__ void modify_scores(Scores& scores, const LaneRows& ro
     for (int n = 0; n < N_COLUMN_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int j = i >> 1, kv = keys.logical[n / 2] + (n & 1) * 8 + (lane & 3) * 2 + (i & 1);
-        bool seen = keys.physical[n / 2] >= 0 && visible(m, j, kv);
+        const int j = i >> 1, kv = keys.logical(n / 2) + (n & 1) * 8 + (lane & 3) * 2 + (i & 1);
+        bool seen = keys.place[n / 2] >= 0 && visible(m, j, kv);
 #if HAS_MASK_MOD
         seen = seen && (!use_mask_mod || mask_mod(batch, rows.head[m][j], rows.limit[m][j] - 1, kv, *captures));
 #endif
@@ -281,8 +291,8 @@ __device__ __forceinline__ void prescale_query(unsigned char* q_tile, float scal
   for (int i = thread; i < Q_BYTES / 4; i += THREADS) pairs[i] = pack_bf16(bf16_low(pairs[i]) * scale, bf16_high(pairs[i]) * scale);
 }
 
-// One tile. `Source` has: int count; bool plain(j) (nothing is hidden in block j and no function applies);
-// KeyBlock fetch(j); int limit() (tokens at or past it are not read); void modify(scores, j, block).
+// One tile. `Source` has: a type Block; int count; bool plain(j) (nothing is hidden in block j and no function applies);
+// Block fetch(j); int limit() (tokens at or past it are not read); void modify(scores, j, block).
 template <class Source>
 __device__ __forceinline__ void prefill_tile(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* lse, i64 lse_offset,
                                              i64 lse_token_stride, float scale, const QueryTile& tile, const Source& source,
@@ -299,7 +309,7 @@ __device__ __forceinline__ void prefill_tile(const bf16* q, const bf16* k, const
   PrefillState state;
   prefill_reset(state);
   const int count = source.count;
-  KeyBlock next;
+  typename Source::Block next;
   if (count > 0) next = source.fetch(0);
   load_query_tile(q, tile, q_tile, thread);
   if (count > 0) load_key_block(k, next, source.limit(), k_ring, thread);
@@ -309,7 +319,7 @@ __device__ __forceinline__ void prefill_tile(const bf16* q, const bf16* k, const
   commit_copies();
 #endif
   for (int j = 0; j < count; j++) {
-    const KeyBlock block = next;
+    const typename Source::Block block = next;
     const bool more = j + 1 < count;
     if (more) next = source.fetch(j + 1);
     Scores scores;

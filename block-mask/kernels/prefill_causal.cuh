@@ -31,6 +31,7 @@ struct PrefillParams {
 };
 
 struct CausalSource {
+  typedef ConsecutiveBlock Block;
   const PrefillParams& p;
   const LaneRows& rows;
   int slot, batch;
@@ -41,26 +42,26 @@ struct CausalSource {
 
   __device__ __forceinline__ int limit() const { return last; }
 
-  __device__ __forceinline__ KeyBlock fetch(int j) const {
-    KeyBlock b;
+  __device__ __forceinline__ Block fetch(int j) const {
+    Block b;
+    b.first = (first_block + j) * BLOCK_N;
 #pragma unroll
     for (int i = 0; i < N_GRANULES; i++) {
-      const int token = (first_block + j) * BLOCK_N + i * GRANULE;
-      b.logical[i] = token;
+      const int token = b.logical(i);
       const int page = token < last ? page_of(p.paging, slot, token) : -1;
-      b.physical[i] = page < 0 ? -1 : (page << p.paging.page_shift) | (token & ((1 << p.paging.page_shift) - 1));
+      b.place[i] = page < 0 ? -1 : (page << p.paging.page_shift) | (token & ((1 << p.paging.page_shift) - 1));
     }
     return b;
   }
 
-  __device__ __forceinline__ bool plain(int j, const KeyBlock& b) const {
+  __device__ __forceinline__ bool plain(int j, const Block& b) const {
     bool whole = !HAS_MASK_MOD && !HAS_SCORE_MOD && first_block + j >= full_from && first_block + j < full_to;
 #pragma unroll
-    for (int i = 0; i < N_GRANULES; i++) whole = whole && b.physical[i] >= 0;
+    for (int i = 0; i < N_GRANULES; i++) whole = whole && b.place[i] >= 0;
     return whole;
   }
 
-  __device__ __forceinline__ void modify(Scores& scores, int, const KeyBlock& b) const {
+  __device__ __forceinline__ void modify(Scores& scores, int, const Block& b) const {
     const int window = p.window > 0 ? p.window : 0x7fffffff;
     modify_scores(scores, rows, b, p.captures, batch, p.scale, true, lane, [&](int m, int j, int kv) {
       return kv < rows.limit[m][j] && kv >= rows.limit[m][j] - window;
