@@ -3,6 +3,8 @@
 #![cfg_attr(feature = "cuda", deny(unsafe_code))]
 
 mod cache;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 mod ids;
 mod layout;

@@ -35,7 +35,9 @@ impl CudaKvCache {
             return Err(CudaError::UnsupportedDtype { dtype: layout.dtype });
         }
         if !layout.head_dim.is_multiple_of(8) {
-            return Err(CudaError::UnsupportedHeadDim { head_dim: layout.head_dim });
+            return Err(CudaError::UnsupportedHeadDim {
+                head_dim: layout.head_dim,
+            });
         }
         layout.check()?;
         let size = |value: u64| usize::try_from(value).map_err(|_| Error::SizeOverflow { what: "KV cache" });
@@ -95,7 +97,11 @@ impl CudaKvCache {
             self.check_page(copy.src)?;
             self.check_page(copy.dst)?;
             if copy.tokens > page_size {
-                return Err(Error::CopyTooLong { tokens: copy.tokens, page_size }.into());
+                return Err(Error::CopyTooLong {
+                    tokens: copy.tokens,
+                    page_size,
+                }
+                .into());
             }
         }
         stream.keep(&self.elements);
@@ -128,10 +134,23 @@ impl CudaKvCache {
         let n_pages = self.layout.n_pages;
         if pages.end > n_pages || pages.start > pages.end {
             let (value, max) = (pages.end.max(pages.start) as u64, n_pages as u64);
-            return Err(Error::OutOfRange { field: "pages", value, min: 0, max }.into());
+            return Err(Error::OutOfRange {
+                field: "pages",
+                value,
+                min: 0,
+                max,
+            }
+            .into());
         }
         stream.fill_bytes(&self.sum, 0)?;
-        checksum_pages(&self.checksum, stream, self.heads(), pages.start, pages.len(), self.sum.as_slice())?;
+        checksum_pages(
+            &self.checksum,
+            stream,
+            self.heads(),
+            pages.start,
+            pages.len(),
+            self.sum.as_slice(),
+        )?;
         Ok(stream.download(&self.sum)?[0])
     }
 
@@ -161,11 +180,22 @@ impl CudaKvCache {
     ///
     /// # Errors
     /// [`Error::NoSuchLayer`], [`Error::WrongLength`], [`CudaError::Cuda`]. Panics: none.
-    pub fn upload_layer(&self, stream: &Stream, layer: usize, k: &[bf16], v: &[bf16]) -> Result<(), CudaError> {
+    pub fn upload_layer(
+        &self,
+        stream: &Stream,
+        layer: usize,
+        k: &[bf16],
+        v: &[bf16],
+    ) -> Result<(), CudaError> {
         for (what, given) in [("k", k), ("v", v)] {
             if given.len() != self.half_layer {
                 let (actual, expected) = (given.len(), self.half_layer);
-                return Err(Error::WrongLength { what, actual, expected }.into());
+                return Err(Error::WrongLength {
+                    what,
+                    actual,
+                    expected,
+                }
+                .into());
             }
         }
         stream.upload(self.keys(layer)?, k)?;
@@ -177,7 +207,10 @@ impl CudaKvCache {
     /// # Errors
     /// [`Error::NoSuchLayer`], [`CudaError::Cuda`]. Panics: none.
     pub fn download_layer(&self, stream: &Stream, layer: usize) -> Result<(Vec<bf16>, Vec<bf16>), CudaError> {
-        Ok((stream.download(self.keys(layer)?)?, stream.download(self.values(layer)?)?))
+        Ok((
+            stream.download(self.keys(layer)?)?,
+            stream.download(self.values(layer)?)?,
+        ))
     }
 
     fn half(&self, layer: usize, which: usize) -> Result<DeviceSlice<'_, bf16>, CudaError> {
@@ -200,12 +233,18 @@ impl CudaKvCache {
 
     fn check_page(&self, page: PageId) -> Result<(), Error> {
         let n_pages = self.layout.n_pages;
-        if page.index() < n_pages { Ok(()) } else { Err(Error::NoSuchPage { page, n_pages }) }
+        if page.index() < n_pages {
+            Ok(())
+        } else {
+            Err(Error::NoSuchPage { page, n_pages })
+        }
     }
 }
 
 impl std::fmt::Debug for CudaKvCache {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CudaKvCache").field("layout", &self.layout).finish_non_exhaustive()
+        f.debug_struct("CudaKvCache")
+            .field("layout", &self.layout)
+            .finish_non_exhaustive()
     }
 }

@@ -74,7 +74,10 @@ impl Heads<'_> {
 }
 
 fn refuse(why: &str) -> cuda_graphs::Error {
-    cuda_graphs::Error::InvalidArgument { what: "pages kernel", why: why.to_owned() }
+    cuda_graphs::Error::InvalidArgument {
+        what: "pages kernel",
+        why: why.to_owned(),
+    }
 }
 
 /// Makes at most [`MAX_COPIES`] copies in every head. Pages must be in range and no page both source and destination.
@@ -86,7 +89,8 @@ pub(super) fn copy_pages(
 ) -> Result<(), cuda_graphs::Error> {
     let n_pages = heads.head_elements / heads.page_elements.max(1);
     let page_words = (heads.page_elements / 8) as u32;
-    let in_range = |m: &PageMove| (m.src as usize) < n_pages && (m.dst as usize) < n_pages && m.words <= page_words;
+    let in_range =
+        |m: &PageMove| (m.src as usize) < n_pages && (m.dst as usize) < n_pages && m.words <= page_words;
     if !heads.is_consistent() || moves.len() > MAX_COPIES || !moves.iter().all(in_range) {
         return Err(refuse("copies outside the cache"));
     }

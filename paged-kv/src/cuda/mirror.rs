@@ -36,15 +36,28 @@ impl PageTableMirror {
     /// [`CudaError::Cache`] if the sizes overflow, [`CudaError::Cuda`]. Panics: none.
     pub fn new(device: &Device, config: &PageTableConfig) -> Result<Self, CudaError> {
         let (n_slots, width) = (config.n_slots, config.max_pages_per_slot);
-        let len = n_slots.checked_mul(width).ok_or(crate::Error::SizeOverflow { what: "page table" })?;
+        let len = n_slots
+            .checked_mul(width)
+            .ok_or(crate::Error::SizeOverflow { what: "page table" })?;
         let stages = (0..STAGES)
             .map(|_| {
                 let rows = PinnedBuffer::zeroed(device, len)?;
-                Ok(Stage { rows, copied: Event::without_timing(device)?, used: false })
+                Ok(Stage {
+                    rows,
+                    copied: Event::without_timing(device)?,
+                    used: false,
+                })
             })
             .collect::<Result<Vec<_>, CudaError>>()?;
         let rows = DeviceBuffer::zeroed(device, len)?;
-        Ok(PageTableMirror { rows, n_slots, width, stages, next: 0, slots: Vec::new() })
+        Ok(PageTableMirror {
+            rows,
+            n_slots,
+            width,
+            stages,
+            next: 0,
+            slots: Vec::new(),
+        })
     }
 
     /// Sends the rows that changed since the last update, of this or of another mirror. Does not wait, except for the
@@ -64,7 +77,8 @@ impl PageTableMirror {
             });
         }
         self.slots.clear();
-        self.slots.extend(table.drain_dirty().map(|(slot, _)| slot.index()));
+        self.slots
+            .extend(table.drain_dirty().map(|(slot, _)| slot.index()));
         self.slots.sort_unstable();
         if self.slots.is_empty() {
             return Ok(0);
