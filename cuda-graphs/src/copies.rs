@@ -9,6 +9,13 @@ use crate::stream::Stream;
 
 /// Copies and fills. All take views or whole buffers of equal length.
 impl Stream {
+    /// If the stream is being captured, makes the graph own a share of the device memory, as
+    /// [`Stream::keep`] does for other objects: for every address in a captured launch's parameters. Does nothing
+    /// otherwise.
+    pub fn keep_memory<'a, T: Pod>(&self, memory: impl Into<DeviceSlice<'a, T>>) {
+        self.keep(memory.into().owner());
+    }
+
     /// Copies `values` to the device and waits.
     ///
     /// # Errors

@@ -211,6 +211,10 @@ pub enum Error {
         /// Page size of the cache.
         cache_page_size: usize,
     },
+    /// An error of the GPU or of what is needed to use it.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] cuda_graphs::Error),
     /// An error of the paged cache.
     #[error(transparent)]
     PagedKv(#[from] paged_kv::Error),

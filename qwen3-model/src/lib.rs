@@ -5,9 +5,14 @@ pub mod backend;
 mod checkpoint;
 mod config;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 mod generation_config;
 mod json;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code)]
+pub mod launch;
 #[allow(unsafe_code)]
 mod mapped_file;
 mod model;

@@ -38,7 +38,7 @@ pub(crate) fn norm(seed: u64, name: &str, len: usize) -> Vec<f32> {
     (0..len).map(draw).collect()
 }
 
-fn quantiles() -> &'static [bf16; 1 << 16] {
+pub(crate) fn quantiles() -> &'static [bf16; 1 << 16] {
     static TABLE: OnceLock<Box<[bf16; 1 << 16]>> = OnceLock::new();
     TABLE.get_or_init(|| {
         let mut table = Box::new([bf16::ZERO; 1 << 16]);
@@ -50,7 +50,7 @@ fn quantiles() -> &'static [bf16; 1 << 16] {
 }
 
 /// A stream of its own for every tensor, whatever the order in which they are drawn.
-fn stream(seed: u64, name: &str) -> u64 {
+pub(crate) fn stream(seed: u64, name: &str) -> u64 {
     // FNV-1a.
     let hash = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     mix(seed ^ name.bytes().fold(0xcbf2_9ce4_8422_2325, hash))

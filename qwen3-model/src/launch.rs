@@ -1,0 +1,733 @@
+//! The kernels of the layer stack and one safe function per kernel.
+//!
+//! Each function checks every length against the shape before it launches, and the kernels check
+//! every index that they read from device memory, so that no content of a buffer can make them
+//! reach outside another. The sources in `kernels/` say what each kernel computes.
+//!
+//! All of them may start before their predecessor in the stream has ended (programmatic dependent
+//! launch) and wait for it themselves.
+
+use bytemuck::{Pod, Zeroable};
+use cuda_graphs::{
+    Compiler, Device, DeviceBuffer, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Module,
+    Stream,
+};
+use half::bf16;
+
+use crate::{Error, Qwen3Config, Result};
+
+/// Largest `hidden_size`: eight vectors of four per thread of the norm.
+pub const MAX_HIDDEN: usize = NORM_VECTORS[NORM_VECTORS.len() - 1] * 4 * NORM_THREADS as usize;
+
+const NORM_THREADS: u32 = 256;
+/// Vectors per thread that the norm is compiled for.
+const NORM_VECTORS: [usize; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
+const EMBED_THREADS: u32 = 128;
+const ROPE_WARPS: usize = 8;
+const SILU_THREADS: usize = 256;
+const SAMPLE_THREADS: u32 = 256;
+const SAMPLE_CHUNK: usize = 4096;
+const FINISH_WARPS: usize = 4;
+const RANDOM_THREADS: u32 = 256;
+/// Head dimensions that the kernels are compiled for.
+pub const HEAD_DIMS: [usize; 2] = [64, 128];
+
+const COMMON: Header = Header::new("common.cuh", include_str!("../kernels/common.cuh"));
+
+fn spec(name: impl Into<String>, source: &'static str) -> KernelSpec {
+    KernelSpec::new(name.into(), source).headers([COMMON])
+}
+
+fn norm_spec(vectors: usize) -> KernelSpec {
+    spec(
+        format!("rms_norm<{vectors}>"),
+        include_str!("../kernels/rms_norm.cu"),
+    )
+    .define("VECTORS_PER_THREAD", vectors)
+    // Two or more blocks of 256 threads per multiprocessor at every width.
+    .entry("rms_norm", Limits::registers(128))
+}
+
+fn rope_spec(head_dim: usize) -> KernelSpec {
+    spec(
+        format!("qkv_rope_write<{head_dim}>"),
+        include_str!("../kernels/qkv_rope_write.cu"),
+    )
+    .define("HEAD_DIM", head_dim)
+    .entry("qkv_rope_write", Limits::registers(40))
+}
+
+/// The kernels that do not depend on the model's shape.
+fn common_specs() -> [KernelSpec; 4] {
+    [
+        spec("embed", include_str!("../kernels/embed.cu")).entry("embed", Limits::registers(40)),
+        spec("silu_mul", include_str!("../kernels/silu_mul.cu")).entry("silu_mul", Limits::registers(32)),
+        spec("sample_greedy", include_str!("../kernels/sample_greedy.cu"))
+            .entry("greedy_partial", Limits::registers(48))
+            .entry("greedy_finish", Limits::registers(48)),
+        spec("random_matrix", include_str!("../kernels/random_matrix.cu"))
+            .entry("random_matrix", Limits::registers(40)),
+    ]
+}
+
+/// Every kernel of this crate in every specialisation, with what each may use.
+///
+/// The limits on registers keep at least 12 warps per scheduler for the kernels that only move
+/// bytes; a spill is an error everywhere.
+pub fn kernel_specs() -> Vec<KernelSpec> {
+    let norms = NORM_VECTORS.into_iter().map(norm_spec);
+    let ropes = HEAD_DIMS.into_iter().map(rope_spec);
+    common_specs().into_iter().chain(norms).chain(ropes).collect()
+}
+
+/// The kernels for one model, loaded on one device.
+#[derive(Debug, Clone)]
+pub struct Kernels {
+    embed: Kernel,
+    rms_norm: Kernel,
+    qkv_rope_write: Kernel,
+    silu_mul: Kernel,
+    greedy_partial: Kernel,
+    greedy_finish: Kernel,
+    random_matrix: Kernel,
+    hidden: usize,
+    head_dim: usize,
+}
+
+impl Kernels {
+    /// Compiles the kernels for the model's shape, or takes them from the compiler's cache, and
+    /// loads them.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for a shape that no kernel is written for; [`Error::Cuda`]. Panics: none.
+    pub fn load(compiler: &Compiler, device: &Device, config: &Qwen3Config) -> Result<Self> {
+        let (hidden, head_dim) = (config.hidden_size, config.head_dim);
+        let multiple = |option, size: usize| match size.is_multiple_of(8) {
+            true => Ok(()),
+            false => refuse(
+                option,
+                format!("is {size}; the CUDA backend needs a multiple of 8"),
+            ),
+        };
+        multiple("hidden_size", hidden)?;
+        multiple("intermediate_size", config.intermediate_size)?;
+        multiple("vocab_size", config.vocab_size)?;
+        if hidden > MAX_HIDDEN {
+            return refuse(
+                "hidden_size",
+                format!("is {hidden}; the CUDA backend takes up to {MAX_HIDDEN}"),
+            );
+        }
+        if !HEAD_DIMS.contains(&head_dim) {
+            return refuse(
+                "head_dim",
+                format!("is {head_dim}; the CUDA backend has 64 and 128"),
+            );
+        }
+        let mut specs = common_specs().to_vec();
+        specs.push(norm_spec(hidden.div_ceil(4 * NORM_THREADS as usize)));
+        specs.push(rope_spec(head_dim));
+        let modules = compiler.load_all(device, &specs)?;
+        let kernel = |spec: usize, name: &str| -> Result<Kernel> {
+            let module: &Module = &modules[spec];
+            Ok(module.kernel(name)?)
+        };
+        Ok(Self {
+            embed: kernel(0, "embed")?,
+            silu_mul: kernel(1, "silu_mul")?,
+            greedy_partial: kernel(2, "greedy_partial")?,
+            greedy_finish: kernel(2, "greedy_finish")?,
+            random_matrix: kernel(3, "random_matrix")?,
+            rms_norm: kernel(4, "rms_norm")?,
+            qkv_rope_write: kernel(5, "qkv_rope_write")?,
+            hidden,
+            head_dim,
+        })
+    }
+}
+
+/// Where [`Kernels::embed`] takes its token ids from.
+#[derive(Debug, Clone, Copy)]
+pub enum TokenSource<'a> {
+    /// `[rows]` ids.
+    Ids(DeviceSlice<'a, u32>),
+    /// The id sampled last for each row's slot.
+    Last {
+        /// `[rows]` slots.
+        slots: DeviceSlice<'a, i32>,
+        /// `[n_slots]` ids.
+        last_token: DeviceSlice<'a, u32>,
+    },
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct EmbedParams {
+    table: u64,
+    token_ids: u64,
+    slots: u64,
+    last_token: u64,
+    residual: u64,
+    rows: u32,
+    hidden: u32,
+    vocab: u32,
+    n_slots: u32,
+}
+
+/// What [`Kernels::rms_norm`] normalises.
+#[derive(Debug, Clone, Copy)]
+pub struct RmsNorm<'a> {
+    /// `[source rows, hidden]`; takes up `delta` unless `row_index` is given.
+    pub residual: DeviceSlice<'a, f32>,
+    /// `[source rows, hidden]`, added to the residual first.
+    pub delta: Option<DeviceSlice<'a, f32>>,
+    /// `[hidden]`.
+    pub weight: DeviceSlice<'a, f32>,
+    /// `[rows]`: the source row of each row; without it row `i` comes from row `i`.
+    pub row_index: Option<DeviceSlice<'a, i32>>,
+    /// `[rows, hidden]`.
+    pub out: DeviceSlice<'a, bf16>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct RmsNormParams {
+    residual: u64,
+    delta: u64,
+    weight: u64,
+    row_index: u64,
+    out: u64,
+    rows: u32,
+    hidden: u32,
+    source_rows: u32,
+    delta_is_f32: u32,
+    eps: f32,
+    unused: u32,
+}
+
+/// Operands of [`Kernels::qkv_rope_write`].
+#[derive(Debug, Clone, Copy)]
+pub struct QkvRopeWrite<'a> {
+    /// `[rows, q_heads + 2 * kv_heads, head_dim]`: query, key, value heads.
+    pub qkv: DeviceSlice<'a, bf16>,
+    /// `[head_dim]`, norm of query heads.
+    pub q_norm: DeviceSlice<'a, f32>,
+    /// `[head_dim]`, norm of key heads.
+    pub k_norm: DeviceSlice<'a, f32>,
+    /// `[positions, head_dim]`: `head_dim / 2` cosines, then as many sines.
+    pub cos_sin: DeviceSlice<'a, f32>,
+    /// `[rows]`, logical position of each row.
+    pub positions: DeviceSlice<'a, i32>,
+    /// `[rows]`, slot of each row; 0 for padding.
+    pub slots: DeviceSlice<'a, i32>,
+    /// `[n_slots, max_pages]`, −1 for no page.
+    pub page_table: DeviceSlice<'a, i32>,
+    /// Pages per row of the table.
+    pub max_pages: usize,
+    /// `[rows, q_heads, head_dim]`, normed and rotated.
+    pub q: DeviceSlice<'a, bf16>,
+    /// `[kv_heads, n_pages * page_size, head_dim]`, one layer's keys.
+    pub k_cache: DeviceSlice<'a, bf16>,
+    /// The layer's values, of the keys' shape.
+    pub v_cache: DeviceSlice<'a, bf16>,
+    /// Query heads.
+    pub q_heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Tokens in a page.
+    pub page_size: usize,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct QkvRopeWriteParams {
+    qkv: u64,
+    q_norm: u64,
+    k_norm: u64,
+    cos_sin: u64,
+    positions: u64,
+    slots: u64,
+    page_table: u64,
+    q: u64,
+    k_cache: u64,
+    v_cache: u64,
+    q_row_stride: u64,
+    tokens_per_head: u64,
+    rows: u32,
+    q_heads: u32,
+    kv_heads: u32,
+    page_size: u32,
+    n_slots: u32,
+    max_pages: u32,
+    n_positions: u32,
+    eps: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct SiluMulParams {
+    gate_up: u64,
+    out: u64,
+    rows: u32,
+    inner: u32,
+}
+
+/// Buffers that [`Kernels::greedy`] uses between its two kernels.
+#[derive(Debug)]
+pub struct GreedyScratch {
+    max: DeviceBuffer<f32>,
+    index: DeviceBuffer<u32>,
+    sum: DeviceBuffer<f32>,
+}
+
+impl GreedyScratch {
+    /// Room for `rows` rows of `vocab` logits.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]. Panics: none.
+    pub fn new(device: &Device, rows: usize, vocab: usize) -> Result<Self> {
+        let len = rows * vocab.div_ceil(SAMPLE_CHUNK);
+        Ok(Self {
+            max: DeviceBuffer::zeroed(device, len)?,
+            index: DeviceBuffer::zeroed(device, len)?,
+            sum: DeviceBuffer::zeroed(device, len)?,
+        })
+    }
+}
+
+/// Operands of [`Kernels::greedy`].
+#[derive(Debug, Clone, Copy)]
+pub struct Greedy<'a> {
+    /// `[rows, vocab]`.
+    pub logits: DeviceSlice<'a, f32>,
+    /// Logits per row; a multiple of 4.
+    pub vocab: usize,
+    /// Room between the two kernels.
+    pub scratch: &'a GreedyScratch,
+    /// `[rows]`, slot of each row; 0 for padding.
+    pub slots: DeviceSlice<'a, i32>,
+    /// `[n_slots]`: takes up each row's token.
+    pub last_token: DeviceSlice<'a, u32>,
+    /// `[rows]`, raised by one for rows with a slot.
+    pub positions: Option<DeviceSlice<'a, i32>>,
+    /// `[rows]`: the tokens.
+    pub tokens: DeviceSlice<'a, u32>,
+    /// `[rows]`: their log-probabilities; NaN for a row whose logits are not finite.
+    pub logprobs: DeviceSlice<'a, f32>,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct GreedyPartialParams {
+    logits: u64,
+    chunk_max: u64,
+    chunk_index: u64,
+    chunk_sum: u64,
+    stride: u64,
+    rows: u32,
+    vocab: u32,
+    n_chunks: u32,
+    unused: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct GreedyFinishParams {
+    chunk_max: u64,
+    chunk_index: u64,
+    chunk_sum: u64,
+    slots: u64,
+    last_token: u64,
+    positions: u64,
+    lengths: u64,
+    out_tokens: u64,
+    out_logprobs: u64,
+    rows: u32,
+    n_chunks: u32,
+    n_slots: u32,
+    unused: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct RandomMatrixParams {
+    out: u64,
+    quantiles: u64,
+    n: u64,
+    stream: u64,
+}
+
+fn refuse<T>(option: &'static str, problem: String) -> Result<T> {
+    Err(Error::Option { option, problem })
+}
+
+/// `what` must hold exactly `expected` elements.
+fn same(what: &'static str, len: usize, expected: usize) -> Result<()> {
+    match len == expected {
+        true => Ok(()),
+        false => refuse(
+            what,
+            format!("holds {len} elements, the shape asks for {expected}"),
+        ),
+    }
+}
+
+/// Vector accesses need the address aligned; the driver's own allocations are, slices of them may not be.
+fn aligned(what: &'static str, address: u64, bytes: u64) -> Result<()> {
+    match address.is_multiple_of(bytes) {
+        true => Ok(()),
+        false => refuse(
+            what,
+            format!("starts at {address:#x}, which is no multiple of {bytes}"),
+        ),
+    }
+}
+
+fn small(what: &'static str, size: usize) -> Result<u32> {
+    u32::try_from(size).or_else(|_| refuse(what, format!("is {size}, more than 32 bits hold")))
+}
+
+impl Kernels {
+    /// `residual[row, :] = table[token, :]` for `rows` = `residual.len() / hidden` rows; `table` is `[vocab, hidden]`.
+    /// A token id outside the vocabulary gives a row of NaN.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for lengths that do not fit each other; [`Error::Cuda`]. Panics: none.
+    pub fn embed(
+        &self,
+        stream: &Stream,
+        table: DeviceSlice<'_, bf16>,
+        tokens: TokenSource<'_>,
+        residual: DeviceSlice<'_, f32>,
+    ) -> Result<()> {
+        let hidden = self.hidden;
+        let rows = residual.len() / hidden;
+        let vocab = table.len() / hidden;
+        same("residual", residual.len(), rows * hidden)?;
+        same("table", table.len(), vocab * hidden)?;
+        aligned("table", table.ptr(), 16)?;
+        aligned("residual", residual.ptr(), 16)?;
+        let mut params = EmbedParams {
+            table: table.ptr(),
+            residual: residual.ptr(),
+            rows: small("rows", rows)?,
+            hidden: small("hidden", hidden)?,
+            vocab: small("vocab", vocab)?,
+            ..Zeroable::zeroed()
+        };
+        match tokens {
+            TokenSource::Ids(ids) => {
+                same("token ids", ids.len(), rows)?;
+                params.token_ids = ids.ptr();
+                stream.keep_memory(ids);
+            }
+            TokenSource::Last { slots, last_token } => {
+                same("slots", slots.len(), rows)?;
+                params.slots = slots.ptr();
+                params.last_token = last_token.ptr();
+                params.n_slots = small("slots", last_token.len())?;
+                stream.keep_memory(slots);
+                stream.keep_memory(last_token);
+            }
+        }
+        stream.keep_memory(table);
+        stream.keep_memory(residual);
+        if rows == 0 {
+            return Ok(());
+        }
+        let config = LaunchConfig::new(params.rows, EMBED_THREADS).programmatic(true);
+        // SAFETY: every buffer has the length that the kernel's header gives it, checked above, is kept by a capture,
+        // and the kernel checks ids and slots against `vocab` and `n_slots`.
+        Ok(unsafe { self.embed.launch(stream, &config, &params) }?)
+    }
+
+    /// Residual add and RMSNorm of `rows` = `out.len() / hidden` rows.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for lengths that do not fit each other; [`Error::Cuda`]. Panics: none.
+    pub fn rms_norm(&self, stream: &Stream, norm: &RmsNorm<'_>) -> Result<()> {
+        let hidden = self.hidden;
+        let rows = norm.out.len() / hidden;
+        let source_rows = norm.residual.len() / hidden;
+        same("out", norm.out.len(), rows * hidden)?;
+        same("residual", norm.residual.len(), source_rows * hidden)?;
+        same("weight", norm.weight.len(), hidden)?;
+        if let Some(delta) = norm.delta {
+            same("delta", delta.len(), norm.residual.len())?;
+            aligned("delta", delta.ptr(), 16)?;
+            stream.keep_memory(delta);
+        }
+        match norm.row_index {
+            Some(index) => {
+                same("row index", index.len(), rows)?;
+                stream.keep_memory(index);
+            }
+            None => same("residual", source_rows, rows)?,
+        }
+        aligned("residual", norm.residual.ptr(), 16)?;
+        aligned("weight", norm.weight.ptr(), 16)?;
+        aligned("out", norm.out.ptr(), 8)?;
+        stream.keep_memory(norm.residual);
+        stream.keep_memory(norm.weight);
+        stream.keep_memory(norm.out);
+        if rows == 0 {
+            return Ok(());
+        }
+        if source_rows == 0 {
+            return refuse("residual", "has no rows to take from".into());
+        }
+        let params = RmsNormParams {
+            residual: norm.residual.ptr(),
+            delta: norm.delta.map_or(0, |delta| delta.ptr()),
+            weight: norm.weight.ptr(),
+            row_index: norm.row_index.map_or(0, |index| index.ptr()),
+            out: norm.out.ptr(),
+            rows: small("rows", rows)?,
+            hidden: small("hidden", hidden)?,
+            source_rows: small("source rows", source_rows)?,
+            delta_is_f32: 1,
+            eps: norm.eps,
+            unused: 0,
+        };
+        let config = LaunchConfig::new(params.rows, NORM_THREADS).programmatic(true);
+        // SAFETY: as in `embed`; the kernel is compiled for this width, and checks `row_index` against `source_rows`.
+        Ok(unsafe { self.rms_norm.launch(stream, &config, &params) }?)
+    }
+
+    /// Norm and rotation of query and key heads, and the write of keys and values into the cache, for `rows` =
+    /// `positions.len()` rows. Rows without a mapped page write nothing to the cache.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for lengths that do not fit each other; [`Error::Cuda`]. Panics: none.
+    pub fn qkv_rope_write(&self, stream: &Stream, op: &QkvRopeWrite<'_>) -> Result<()> {
+        let rows = op.positions.len();
+        let heads = op.q_heads + 2 * op.kv_heads;
+        let head_dim = self.head_dim;
+        for (what, size) in [
+            ("kv_heads", op.kv_heads),
+            ("q_heads", op.q_heads),
+            ("max_pages", op.max_pages),
+            ("page_size", op.page_size),
+            ("cos_sin", op.cos_sin.len()),
+        ] {
+            if size == 0 {
+                return refuse(what, "is 0".into());
+            }
+        }
+        let tokens_per_head = op.k_cache.len() / (op.kv_heads * head_dim);
+        let n_slots = op.page_table.len() / op.max_pages;
+        let n_positions = op.cos_sin.len() / head_dim;
+        same("qkv", op.qkv.len(), rows * heads * head_dim)?;
+        same("q", op.q.len(), rows * op.q_heads * head_dim)?;
+        same("slots", op.slots.len(), rows)?;
+        same("q_norm", op.q_norm.len(), head_dim)?;
+        same("k_norm", op.k_norm.len(), head_dim)?;
+        same("cos_sin", op.cos_sin.len(), n_positions * head_dim)?;
+        same("page_table", op.page_table.len(), n_slots * op.max_pages)?;
+        same(
+            "k_cache",
+            op.k_cache.len(),
+            op.kv_heads * tokens_per_head * head_dim,
+        )?;
+        same("v_cache", op.v_cache.len(), op.k_cache.len())?;
+        for (what, buffer) in [
+            ("qkv", op.qkv),
+            ("q", op.q),
+            ("k_cache", op.k_cache),
+            ("v_cache", op.v_cache),
+        ] {
+            aligned(what, buffer.ptr(), 4)?;
+            stream.keep_memory(buffer);
+        }
+        for buffer in [op.q_norm, op.k_norm, op.cos_sin] {
+            stream.keep_memory(buffer);
+        }
+        for buffer in [op.positions, op.slots, op.page_table] {
+            stream.keep_memory(buffer);
+        }
+        if rows == 0 {
+            return Ok(());
+        }
+        let params = QkvRopeWriteParams {
+            qkv: op.qkv.ptr(),
+            q_norm: op.q_norm.ptr(),
+            k_norm: op.k_norm.ptr(),
+            cos_sin: op.cos_sin.ptr(),
+            positions: op.positions.ptr(),
+            slots: op.slots.ptr(),
+            page_table: op.page_table.ptr(),
+            q: op.q.ptr(),
+            k_cache: op.k_cache.ptr(),
+            v_cache: op.v_cache.ptr(),
+            q_row_stride: (op.q_heads * head_dim) as u64,
+            tokens_per_head: tokens_per_head as u64,
+            rows: small("rows", rows)?,
+            q_heads: small("q_heads", op.q_heads)?,
+            kv_heads: small("kv_heads", op.kv_heads)?,
+            page_size: small("page_size", op.page_size)?,
+            n_slots: small("n_slots", n_slots)?,
+            max_pages: small("max_pages", op.max_pages)?,
+            n_positions: small("n_positions", n_positions)?,
+            eps: op.eps,
+        };
+        let blocks = small("heads", heads.div_ceil(ROPE_WARPS))?;
+        let config = LaunchConfig::with_dimensions([params.rows, blocks, 1], [ROPE_WARPS as u32 * 32, 1, 1])
+            .programmatic(true);
+        // SAFETY: as in `embed`; the kernel is compiled for this head dimension, and checks slots, pages and places
+        // against the table's and the cache's size.
+        Ok(unsafe { self.qkv_rope_write.launch(stream, &config, &params) }?)
+    }
+
+    /// `out = silu(gate) * up`, with `gate_up` `[rows, 2 * inner]` and `out` `[rows, inner]`.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for lengths that do not fit each other or an `inner` that is no multiple of 8;
+    /// [`Error::Cuda`]. Panics: none.
+    pub fn silu_mul(
+        &self,
+        stream: &Stream,
+        gate_up: DeviceSlice<'_, bf16>,
+        out: DeviceSlice<'_, bf16>,
+        rows: usize,
+    ) -> Result<()> {
+        stream.keep_memory(gate_up);
+        stream.keep_memory(out);
+        if rows == 0 {
+            return Ok(());
+        }
+        let inner = out.len() / rows;
+        same("out", out.len(), rows * inner)?;
+        same("gate_up", gate_up.len(), rows * 2 * inner)?;
+        if inner == 0 || !inner.is_multiple_of(8) {
+            return refuse("inner", format!("is {inner}; a multiple of 8 is needed"));
+        }
+        aligned("gate_up", gate_up.ptr(), 16)?;
+        aligned("out", out.ptr(), 16)?;
+        let params = SiluMulParams {
+            gate_up: gate_up.ptr(),
+            out: out.ptr(),
+            rows: small("rows", rows)?,
+            inner: small("inner", inner)?,
+        };
+        let blocks = small("inner", inner.div_ceil(8 * SILU_THREADS))?;
+        let config = LaunchConfig::with_dimensions([params.rows, blocks, 1], [SILU_THREADS as u32, 1, 1])
+            .programmatic(true);
+        // SAFETY: as in `embed`.
+        Ok(unsafe { self.silu_mul.launch(stream, &config, &params) }?)
+    }
+
+    /// The largest logit of each of `rows` = `slots.len()` rows, its log-probability, and the state of the next
+    /// decode step.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for lengths that do not fit each other; [`Error::Cuda`]. Panics: none.
+    pub fn greedy(&self, stream: &Stream, op: &Greedy<'_>) -> Result<()> {
+        let rows = op.slots.len();
+        let n_chunks = op.vocab.div_ceil(SAMPLE_CHUNK);
+        same("logits", op.logits.len(), rows * op.vocab)?;
+        same("tokens", op.tokens.len(), rows)?;
+        same("logprobs", op.logprobs.len(), rows)?;
+        if op.vocab == 0 || !op.vocab.is_multiple_of(4) {
+            return refuse("vocab", format!("is {}; a multiple of 4 is needed", op.vocab));
+        }
+        aligned("logits", op.logits.ptr(), 16)?;
+        let scratch = op.scratch;
+        if scratch.max.len() < rows * n_chunks {
+            let problem = format!(
+                "has room for {} chunks, {} are needed",
+                scratch.max.len(),
+                rows * n_chunks
+            );
+            return refuse("scratch", problem);
+        }
+        if let Some(positions) = op.positions {
+            same("positions", positions.len(), rows)?;
+            stream.keep_memory(positions);
+        }
+        for buffer in [
+            op.logits,
+            op.logprobs,
+            scratch.max.as_slice(),
+            scratch.sum.as_slice(),
+        ] {
+            stream.keep_memory(buffer);
+        }
+        for buffer in [op.last_token, op.tokens, scratch.index.as_slice()] {
+            stream.keep_memory(buffer);
+        }
+        stream.keep_memory(op.slots);
+        if rows == 0 {
+            return Ok(());
+        }
+        let partial = GreedyPartialParams {
+            logits: op.logits.ptr(),
+            chunk_max: scratch.max.ptr(),
+            chunk_index: scratch.index.ptr(),
+            chunk_sum: scratch.sum.ptr(),
+            stride: op.vocab as u64,
+            rows: small("rows", rows)?,
+            vocab: small("vocab", op.vocab)?,
+            n_chunks: small("chunks", n_chunks)?,
+            unused: 0,
+        };
+        // The grid's second dimension ends at 65,535.
+        if rows > 65_535 {
+            return refuse("rows", format!("{rows} rows at once, at most 65535 are possible"));
+        }
+        let config =
+            LaunchConfig::with_dimensions([partial.n_chunks, partial.rows, 1], [SAMPLE_THREADS, 1, 1])
+                .programmatic(true);
+        // SAFETY: as in `embed`.
+        unsafe { self.greedy_partial.launch(stream, &config, &partial) }?;
+        let finish = GreedyFinishParams {
+            chunk_max: scratch.max.ptr(),
+            chunk_index: scratch.index.ptr(),
+            chunk_sum: scratch.sum.ptr(),
+            slots: op.slots.ptr(),
+            last_token: op.last_token.ptr(),
+            positions: op.positions.map_or(0, |positions| positions.ptr()),
+            lengths: 0,
+            out_tokens: op.tokens.ptr(),
+            out_logprobs: op.logprobs.ptr(),
+            rows: partial.rows,
+            n_chunks: partial.n_chunks,
+            n_slots: small("slots", op.last_token.len())?,
+            unused: 0,
+        };
+        let blocks = small("rows", rows.div_ceil(FINISH_WARPS))?;
+        let config = LaunchConfig::new(blocks, FINISH_WARPS as u32 * 32).programmatic(true);
+        // SAFETY: as in `embed`; the kernel checks slots against `n_slots`.
+        Ok(unsafe { self.greedy_finish.launch(stream, &config, &finish) }?)
+    }
+
+    /// Random elements from `quantiles` (`[65536]`), as [`Weights::random`](crate::Weights::random) draws them.
+    pub(crate) fn random_matrix(
+        &self,
+        stream: &Stream,
+        out: DeviceSlice<'_, bf16>,
+        quantiles: &DeviceBuffer<bf16>,
+        sequence: u64,
+    ) -> Result<()> {
+        same("quantiles", quantiles.len(), 1 << 16)?;
+        if out.is_empty() {
+            return Ok(());
+        }
+        stream.keep_memory(out);
+        stream.keep_memory(quantiles);
+        let n = out.len() as u64;
+        let params = RandomMatrixParams {
+            out: out.ptr(),
+            quantiles: quantiles.ptr(),
+            n,
+            stream: sequence,
+        };
+        let blocks = n.div_ceil(4 * u64::from(RANDOM_THREADS)).min(4096) as u32;
+        let config = LaunchConfig::new(blocks, RANDOM_THREADS).programmatic(true);
+        // SAFETY: as in `embed`; the table covers every 16-bit index.
+        Ok(unsafe { self.random_matrix.launch(stream, &config, &params) }?)
+    }
+}

@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Compares log-probabilities of the CUDA backend with transformers on the same GPU.
+
+A Qwen3 model with random weights of a published shape is written as a Hugging Face folder. Two
+sets of tokens are then scored by transformers in float32 (the reference) and in bfloat16, teacher
+forced, and by this project:
+
+  fixed     random token sequences, scored by the prefill path      (--hook, a test binary)
+  decoded   greedy completions, scored while decoding with graphs   (--rollout, the command)
+
+The claim that is checked: mean |log-prob - float32| of this project is no larger than that of
+transformers in bfloat16. Exit status 1 if it is.
+
+Needs torch with CUDA, transformers and safetensors. Example:
+
+  python3 scripts/compare_transformers.py --shape 0.6b --rollout target/release/rollout \
+      --hook target/release/deps/gpu_compare-0123456789abcdef
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+SHAPES = {
+    "0.6b": dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
+    "1.7b": dict(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144),
+    "4b": dict(hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728),
+}
+
+
+def write_model(shape: str, folder: pathlib.Path, seed: int) -> None:
+    config = Qwen3Config(
+        vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
+        rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True, eos_token_id=[151645, 151643],
+        dtype="bfloat16", **SHAPES[shape],
+    )
+    generator = torch.Generator("cuda").manual_seed(seed)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config)
+    torch.set_default_dtype(default)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator, device="cuda", dtype=torch.float32)
+            norm = name.endswith("norm.weight")
+            parameter.copy_(1.0 + 0.1 * values if norm else 0.02 * values)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    tokenizer = pathlib.Path(__file__).resolve().parent.parent / "fixtures" / "qwen3-tokenizer"
+    for file in tokenizer.iterdir():
+        shutil.copy(file, folder / file.name)
+    del model
+    torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def score(folder: pathlib.Path, dtype: torch.dtype, sequences: list[dict]) -> list[torch.Tensor]:
+    """Log-probability of every token after the prompt, teacher forced, from float32 logits."""
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+    out = []
+    for sequence in sequences:
+        ids = torch.tensor([sequence["prompt"] + sequence["completion"]], device="cuda")
+        first = len(sequence["prompt"]) - 1
+        logits = model(ids).logits[0, first:-1].float()
+        chosen = ids[0, first + 1 :].unsqueeze(1)
+        out.append(torch.log_softmax(logits, -1).gather(1, chosen).squeeze(1).double().cpu())
+    del model
+    torch.cuda.empty_cache()
+    return out
+
+
+def report(name: str, values: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    difference = torch.cat(values) - torch.cat(reference)
+    size = difference.abs()
+    mean = size.mean().item()
+    print(
+        f"  {name:<22} mean |d| {mean:.6f}   p99 {size.quantile(0.99).item():.6f}   "
+        f"max {size.max().item():.6f}   mean d {difference.mean().item():+.6f}   tokens {size.numel()}"
+    )
+    return mean
+
+
+def compare(title: str, folder: pathlib.Path, sequences: list[dict]) -> bool:
+    reference = score(folder, torch.float32, sequences)
+    theirs = score(folder, torch.bfloat16, sequences)
+    ours = [torch.tensor(sequence["logprobs"], dtype=torch.float64) for sequence in sequences]
+    print(f"{title}, against transformers float32:")
+    theirs_mean = report("transformers bfloat16", theirs, reference)
+    ours_mean = report("this project", ours, reference)
+    good = ours_mean <= theirs_mean
+    print(f"  {'ok' if good else 'WORSE'}: ratio {ours_mean / theirs_mean:.3f}")
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--hook", type=pathlib.Path, help="test binary gpu_compare of qwen3-model")
+    parser.add_argument("--rollout", type=pathlib.Path, help="the rollout command")
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/compare-transformers"))
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if not options.hook and not options.rollout:
+        parser.error("give --hook, --rollout or both")
+    # float32 means float32: no tf32 in the reference.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+    folder = options.work / f"random-qwen3-{options.shape}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_model(options.shape, folder, options.seed)
+    generator = torch.Generator().manual_seed(options.seed + 1)
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(1000, 141000, (n,), generator=generator).tolist()
+
+    prompts = [tokens(16 + (i * 37) % 193) for i in range(options.sequences)]
+    good = True
+
+    if options.hook:
+        fixed = [dict(prompt=prompt, completion=tokens(options.new_tokens)) for prompt in prompts]
+        source, target = options.work / "fixed.json", options.work / "fixed-out.json"
+        source.write_text(json.dumps(fixed))
+        environment = os.environ | {
+            "COMPARE_MODEL": str(folder),
+            "COMPARE_INPUT": str(source),
+            "COMPARE_OUTPUT": str(target),
+        }
+        command = [str(options.hook), "--include-ignored", "--nocapture", "score_the_sequences_of_a_file"]
+        subprocess.run(command, env=environment, check=True)
+        for sequence, logprobs in zip(fixed, json.loads(target.read_text()), strict=True):
+            sequence["logprobs"] = logprobs
+        good &= compare("fixed tokens, prefill path", folder, fixed)
+
+    if options.rollout:
+        source, target = options.work / "prompts.jsonl", options.work / "completions.jsonl"
+        source.write_text("".join(json.dumps(dict(id=str(i), prompt_token_ids=p)) + "\n" for i, p in enumerate(prompts)))
+        target.unlink(missing_ok=True)
+        command = [
+            str(options.rollout), "generate", "--model", str(folder), "--device", "cuda:0", "--quiet",
+            "--prompts", str(source), "--output", str(target),
+            "--max-new-tokens", str(options.new_tokens), "--max-batch-size", "8",
+        ]  # fmt: skip
+        subprocess.run(command, check=True)
+        decoded = []
+        for line in target.read_text().splitlines():
+            row = json.loads(line)
+            decoded.append(dict(prompt=row["prompt_token_ids"], completion=row["token_ids"], logprobs=row["logprobs"]))
+        good &= compare("greedy completions, decode path", folder, decoded)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
