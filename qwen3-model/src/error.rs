@@ -218,6 +218,9 @@ pub enum Error {
     /// An error of the paged cache.
     #[error(transparent)]
     PagedKv(#[from] paged_kv::Error),
+    /// An error of the block mask or of attention under it.
+    #[error(transparent)]
+    BlockMask(#[from] block_mask::Error),
 }
 
 /// A result with this crate's [`Error`].

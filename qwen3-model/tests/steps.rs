@@ -91,7 +91,7 @@ fn placement_of_pages_and_order_of_slots_do_not_change_bits() {
     let mut table = table(&options(PAGES, 4), 8);
     let all = slots(&mut table, 8);
     for slot in &all {
-        table.reserve(*slot, 9).unwrap();
+        let _ = table.reserve(*slot, 9).unwrap();
     }
     for slot in &all[1..] {
         table.erase(*slot).unwrap();
@@ -160,7 +160,7 @@ fn a_step_without_wanted_logits_returns_none() {
     let mut model = small();
     let mut table = table(&options(PAGES, 4), 1);
     let slot = table.allocate_slot().unwrap();
-    table.reserve(slot, 3).unwrap();
+    let _ = table.reserve(slot, 3).unwrap();
     let chunk = SequenceChunk {
         slot,
         start: 0,
@@ -278,7 +278,7 @@ fn a_table_of_another_size_and_a_step_too_large_are_refused() {
     let mut run = |other: LoadOptions, n: usize| {
         let mut table = table(&other, 1);
         let slot = table.allocate_slot().unwrap();
-        table.reserve(slot, n).unwrap();
+        let _ = table.reserve(slot, n).unwrap();
         let chunk = SequenceChunk {
             slot,
             start: 0,
