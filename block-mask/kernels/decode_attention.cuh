@@ -35,7 +35,7 @@ struct DecodeParams {
   u32* arrived;             // [rows, kv_heads], 0 between launches
   Paging paging;
   i64 q_row_stride;
-  int heads, kv_heads, group, max_splits;
+  int rows, heads, kv_heads, group, max_splits;
   float scale;
   const Captures* captures;  // null without functions
 };
@@ -68,6 +68,8 @@ __device__ __forceinline__ DecodeItem load_item(const DecodeParams& p, int work)
   DecodeItem i;
   i.row = a.x, i.slot = a.y, i.start = a.z, i.end = a.w;
   i.split = b.x, i.splits = b.y, i.first = b.z, i.position = b.w;
+  // A work list made for more rows than these buffers have: nothing is done for the rows too many.
+  if (i.row >= p.rows) i.row = 0, i.end = i.start, i.splits = 0;
   return i;
 }
 
@@ -298,7 +300,7 @@ __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeP
       if (item.splits == 1) {
         store_output(p, item.row, h, at, sum, inverse_sum(total));
         if (p.lse && at == 0) p.lse[(i64)item.row * p.heads + h] = log_sum_exp(maximum, total);
-      } else {
+      } else if (item.splits > 1) {
         *reinterpret_cast<float4*>(p.partial + (part + in_group) * HEAD_DIM + at) = sum;
         if (at == 0) p.partial_sums[part + in_group] = make_float2(maximum, total);
       }

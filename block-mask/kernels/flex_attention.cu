@@ -15,8 +15,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flex_attent
   tile.rows = end - first < BLOCK_M ? end - first : BLOCK_M;
   tile.first_row = first;
   tile.group = 1;
-  tile.q_offset = span.q_offset + head * p.q_head_stride;
-  tile.token_stride = p.q_token_stride;
+  tile.q_offset = batch * p.q_batch_stride + span.row * p.q_token_stride + head * p.q_head_stride;
+  tile.q_stride = p.q_token_stride;
+  tile.out_offset = tile.q_offset;
+  tile.out_stride = p.q_token_stride;
   tile.position = span.position;
   tile.head = head;
   const LaneRows rows = lane_rows(tile, warp, lane);
@@ -28,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flex_attent
   source.batch = batch;
   source.lane = lane;
   const i64 head_offset = (i64)(head / p.group) * p.head_stride;
-  prefill_tile(p.q, p.k + head_offset, p.v + head_offset, p.out, p.lse, span.lse_offset + head * p.lse_head_stride,
-               p.lse_token_stride, p.scale, tile, source, shared);
+  const i64 lse_offset = batch * p.lse_batch_stride + span.row * p.lse_token_stride + head * p.lse_head_stride;
+  prefill_tile(p.q, p.k + head_offset, p.v + head_offset, p.out, p.lse, lse_offset, p.lse_token_stride, p.scale, tile, source,
+               shared);
 }

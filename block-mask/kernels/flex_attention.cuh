@@ -21,9 +21,10 @@ struct BlockEntry {
 
 // The queries of one batch row.
 struct BatchSpan {
-  i64 q_offset;    // elements to its first query, head 0
-  i64 lse_offset;  // f32 elements to that query's value of head 0
-  int q_len, position, kv_length, reserved;
+  int row;       // of its first query on a packed axis, else 0
+  int q_len;
+  int position;  // logical position of its first query
+  int kv_length;
 };
 
 struct FlexParams {
@@ -36,7 +37,8 @@ struct FlexParams {
   const BlockList* lists;  // [batch, mask_heads, q_blocks]
   const BlockEntry* entries;
   i64 head_stride;  // of the cache, elements
-  i64 q_head_stride, q_token_stride, lse_head_stride, lse_token_stride;
+  i64 q_batch_stride, q_head_stride, q_token_stride;  // batch stride 0 on a packed axis
+  i64 lse_batch_stride, lse_head_stride, lse_token_stride;
   int group, mask_heads, q_blocks, block_q;
   int tiles_per_block;       // ceil(block_q / BLOCK_M)
   int block_granules_shift;  // log2(page_size / 16)

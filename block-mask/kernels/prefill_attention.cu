@@ -7,8 +7,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) prefill_att
   const PrefillTile t = p.tiles[blockIdx.x];
   const int kv_head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   QueryTile tile;
-  tile.q_offset = (i64)t.q_start * p.token_stride + (i64)kv_head * p.group * HEAD_DIM;
-  tile.token_stride = p.token_stride;
+  tile.q_offset = (i64)t.q_start * p.q_token_stride + (i64)kv_head * p.group * HEAD_DIM;
+  tile.q_stride = p.q_token_stride;
+  tile.out_offset = (i64)t.q_start * p.out_token_stride + (i64)kv_head * p.group * HEAD_DIM;
+  tile.out_stride = p.out_token_stride;
   tile.group = p.group;
   tile.first_row = t.first_row;
   const int left = t.q_len * p.group - t.first_row;

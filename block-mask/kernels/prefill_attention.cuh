@@ -39,12 +39,12 @@ constexpr int PREFILL_SHARED_BYTES = Q_BYTES + 2 * STAGES * KV_BYTES;
 
 // Up to BLOCK_M query rows of one sequence (or one batch row) and one KV head (or query head).
 struct QueryTile {
-  i64 q_offset;      // elements to token 0 of the sequence, first head of the tile, in Q and in the output
-  i64 token_stride;  // elements between tokens
-  int group;         // heads per token in the tile
+  // Elements to token 0 of the sequence, first head of the tile, and between tokens, in Q and in the output.
+  i64 q_offset, q_stride, out_offset, out_stride;
+  int group;     // heads per token in the tile
   int first_row, rows;
-  int position;      // logical position of token 0
-  int head;          // first query head
+  int position;  // logical position of token 0
+  int head;      // first query head
 };
 
 // A block of keys is BLOCK_N / 16 granules: where the first token of each lies within a KV head (-1: nothing there), and
@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_query_tile(const bf16* q, const QueryTile& 
     const bool real = row < tile.rows;
     const int r = tile.first_row + (real ? row : 0);
     copy_16_async(to + tile_offset(row, chunk),
-                  q + tile.q_offset + (r / tile.group) * tile.token_stride + (r % tile.group) * HEAD_DIM + chunk * 8, real);
+                  q + tile.q_offset + (r / tile.group) * tile.q_stride + (r % tile.group) * HEAD_DIM + chunk * 8, real);
   }
 }
 
@@ -231,12 +231,12 @@ __device__ __forceinline__ void store_query_tile(PrefillState& s, const QueryTil
       }
     }
   __syncwarp();
-  out += tile.q_offset;
+  out += tile.out_offset;
 #pragma unroll 4
   for (int i = lane; i < WARP_ROWS * ROW_CHUNKS; i += 32) {
     const int row = warp * WARP_ROWS + i / ROW_CHUNKS, chunk = i % ROW_CHUNKS, r = tile.first_row + row;
     if (row < tile.rows)
-      *reinterpret_cast<uint4*>(out + (r / tile.group) * tile.token_stride + (r % tile.group) * HEAD_DIM + chunk * 8) =
+      *reinterpret_cast<uint4*>(out + (r / tile.group) * tile.out_stride + (r % tile.group) * HEAD_DIM + chunk * 8) =
           *reinterpret_cast<const uint4*>(q_tile + tile_offset(row, chunk));
   }
 }

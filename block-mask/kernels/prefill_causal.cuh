@@ -20,11 +20,11 @@ struct PrefillParams {
   const bf16* q;  // [tokens, heads, D], tokens q_token_stride elements apart
   const bf16* k;
   const bf16* v;
-  bf16* out;   // [tokens, heads, D], same strides as q when out_token_stride says so
+  bf16* out;   // [tokens, heads, D], tokens out_token_stride elements apart
   float* lse;  // [tokens, heads] or null
   const PrefillTile* tiles;
   Paging paging;
-  i64 token_stride;
+  i64 q_token_stride, out_token_stride;
   int heads, group, window;
   float scale;
   const Captures* captures;  // null without functions

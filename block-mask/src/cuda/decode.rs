@@ -1,0 +1,252 @@
+//! Decode attention: one query a row.
+
+use std::sync::Arc;
+
+use cuda_graphs::{Compiler, Device, DeviceBuffer, DeviceSlice, Kernel, LaunchConfig, Stream};
+use half::bf16;
+
+use super::shape::check_scale;
+use super::specs::{decode_plan_spec, decode_spec};
+use super::{AttentionShape, CudaError, DecodeOptions, Functions};
+use crate::launch::{self, Decode, ITEM_WORDS, Plan, TableShape};
+
+/// What the buffers of a [`DecodeAttention`] are made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DecodeLimits {
+    /// Rows of a step at most.
+    pub max_rows: usize,
+    /// Rows of the page table, slot 0 included.
+    pub n_slots: usize,
+    /// Entries of a row of the page table.
+    pub max_pages_per_slot: usize,
+}
+
+/// Attention of one query a row over its slot's pages, with slots and lengths in device memory.
+///
+/// ```text
+/// plan(slots, lengths)     once per step: the work list, shared by all layers
+/// run(q, k, v, …)          once per layer: splits of rows over the device, partial sums, merge in order
+/// ```
+///
+/// Both can be captured. A row of slot 0 (padding), of a slot outside the table or of length 0 reads nothing and gives 0.
+pub struct DecodeAttention {
+    shape: AttentionShape,
+    limits: DecodeLimits,
+    options: DecodeOptions,
+    functions: Functions,
+    window: Option<usize>,
+    scale: f32,
+    plan: Kernel,
+    kernel: Kernel,
+    config: LaunchConfig,
+    max_splits: usize,
+    workspace: Arc<Workspace>,
+}
+
+struct Workspace {
+    items: DeviceBuffer<i32>,
+    n_items: DeviceBuffer<i32>,
+    partial: DeviceBuffer<f32>,
+    partial_sums: DeviceBuffer<f32>,
+    /// Zero between launches: the block that completes a row resets its counter.
+    arrived: DeviceBuffer<u32>,
+}
+
+/// The arguments of [`DecodePlan::run`].
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeArgs<'a> {
+    /// Queries, `[rows, heads, head_dim]`, rows `q_row_stride` elements apart.
+    pub q: DeviceSlice<'a, bf16>,
+    /// At least `heads * head_dim`, a multiple of 8.
+    pub q_row_stride: usize,
+    /// Keys of the layer, `[kv_heads, n_pages * page_size, head_dim]`.
+    pub k: DeviceSlice<'a, bf16>,
+    /// Values of the layer, likewise.
+    pub v: DeviceSlice<'a, bf16>,
+    /// `[n_slots, max_pages_per_slot]`.
+    pub page_table: DeviceSlice<'a, i32>,
+    /// `[rows, heads, head_dim]`, overwritten.
+    pub out: DeviceSlice<'a, bf16>,
+    /// `[rows, heads]`, overwritten: natural logarithm of each softmax's denominator.
+    pub lse: Option<DeviceSlice<'a, f32>>,
+}
+
+impl DecodeAttention {
+    /// Compiles the kernels and takes the buffers: for partial sums `4 * max_rows * heads * splits * (head_dim + 2)`
+    /// bytes, with `splits` the most that a row of the table's width needs.
+    ///
+    /// `window`: a query at `p` sees `p - window < kv`. `scale`: 1/√head_dim if `None`. The functions see the row as
+    /// `b` and the position of the row's newest token as `q`.
+    ///
+    /// # Errors
+    /// [`CudaError::Unsupported`], [`CudaError::OptionRefused`], [`CudaError::TooMany`], [`CudaError::Cuda`].
+    /// Panics: none.
+    pub fn new(
+        device: &Device,
+        compiler: &Compiler,
+        shape: AttentionShape,
+        limits: DecodeLimits,
+        window: Option<usize>,
+        scale: Option<f32>,
+        functions: Functions,
+        options: DecodeOptions,
+    ) -> Result<DecodeAttention, CudaError> {
+        shape.check()?;
+        options.check()?;
+        let scale = check_scale(scale.unwrap_or(shape.default_scale()))?;
+        let shared = options.shared_bytes(&shape);
+        let available = device.info().shared_bytes_per_block;
+        if shared > available {
+            let why = format!("{shared} bytes of shared memory are needed, a block has {available}");
+            return Err(CudaError::OptionRefused { option: "stages", why });
+        }
+        let max_length = limits.max_pages_per_slot.saturating_mul(shape.page_size);
+        let max_splits = max_length.div_ceil(options.min_split).clamp(1, options.max_splits);
+        // A window's first split may start up to 15 tokens early, which can make one more.
+        let max_splits = if window.is_some() { (max_splits + 1).min(options.max_splits) } else { max_splits };
+        let parts = limits.max_rows.checked_mul(shape.heads).and_then(|x| x.checked_mul(max_splits));
+        let partial = parts.and_then(|parts| parts.checked_mul(shape.head_dim)).ok_or(CudaError::TooMany {
+            what: "rows of a step",
+            asked: limits.max_rows,
+            limit: usize::MAX / (shape.heads * max_splits * shape.head_dim),
+        })?;
+        let plan = compiler.load(device, &decode_plan_spec())?.kernel("decode_plan")?;
+        let kernel =
+            compiler.load(device, &decode_spec(&shape, &options, &functions))?.kernel("decode_attention")?;
+        let threads = options.warps as u32 * 32;
+        let resident = kernel.blocks_per_multiprocessor(threads, shared as u32)?.max(1);
+        let most = limits.max_rows.saturating_mul(max_splits).saturating_mul(shape.kv_heads).max(1);
+        let blocks = (resident * device.info().multiprocessors).min(u32::try_from(most).unwrap_or(u32::MAX));
+        let workspace = Workspace {
+            items: DeviceBuffer::zeroed(device, limits.max_rows * max_splits * ITEM_WORDS)?,
+            n_items: DeviceBuffer::zeroed(device, 1)?,
+            partial: DeviceBuffer::zeroed(device, partial)?,
+            partial_sums: DeviceBuffer::zeroed(device, partial / shape.head_dim * 2)?,
+            arrived: DeviceBuffer::zeroed(device, limits.max_rows * shape.kv_heads)?,
+        };
+        Ok(DecodeAttention {
+            shape,
+            limits,
+            options,
+            functions,
+            window,
+            scale,
+            plan,
+            kernel,
+            config: LaunchConfig::new(blocks.max(1), threads).dynamic_shared_bytes(shared as u32),
+            max_splits,
+            workspace: Arc::new(workspace),
+        })
+    }
+
+    /// Makes the work list of `slots.len()` rows: `slots[i]` and `lengths[i] + length_offset`, the tokens that row `i`
+    /// sees (1 for `length_offset` when `lengths` holds the position of each row's newest token).
+    ///
+    /// The list is used by every later [`DecodePlan::run`] of this object on the same stream, until the next plan; runs of
+    /// a plan for another number of rows are safe but wrong.
+    ///
+    /// # Errors
+    /// [`CudaError::TooMany`], [`CudaError::Mismatch`], [`CudaError::Cuda`]. Panics: none.
+    pub fn plan(
+        &self,
+        stream: &Stream,
+        slots: DeviceSlice<'_, i32>,
+        lengths: DeviceSlice<'_, i32>,
+        length_offset: i32,
+    ) -> Result<DecodePlan<'_>, CudaError> {
+        let (rows, limit) = (slots.len(), self.limits.max_rows);
+        if rows > limit {
+            return Err(CudaError::TooMany { what: "rows of a step", asked: rows, limit });
+        }
+        stream.keep(&self.workspace);
+        launch::decode_plan(
+            &self.plan,
+            stream,
+            &Plan {
+                slots,
+                lengths,
+                items: self.workspace.items.as_slice(),
+                n_items: self.workspace.n_items.as_slice(),
+                table: self.table(),
+                page_size: self.shape.page_size,
+                length_offset,
+                min_split: self.options.min_split,
+                max_splits: self.max_splits,
+                window: self.window,
+            },
+        )?;
+        Ok(DecodePlan { attention: self, rows })
+    }
+
+    /// The options it was made with.
+    pub fn options(&self) -> &DecodeOptions {
+        &self.options
+    }
+
+    /// Blocks of a launch.
+    pub fn blocks(&self) -> u32 {
+        self.config.grid[0]
+    }
+
+    fn table(&self) -> TableShape {
+        TableShape { n_slots: self.limits.n_slots, max_pages: self.limits.max_pages_per_slot }
+    }
+}
+
+impl std::fmt::Debug for DecodeAttention {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DecodeAttention")
+            .field("shape", &self.shape)
+            .field("limits", &self.limits)
+            .field("options", &self.options)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A work list on the device; see [`DecodeAttention::plan`].
+#[derive(Clone, Copy, Debug)]
+pub struct DecodePlan<'a> {
+    attention: &'a DecodeAttention,
+    rows: usize,
+}
+
+impl DecodePlan<'_> {
+    /// Rows of the step.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Attends, in one launch; does not wait.
+    ///
+    /// # Errors
+    /// [`CudaError::Mismatch`], [`CudaError::Misaligned`], [`CudaError::Cuda`]. Panics: none.
+    pub fn run(&self, stream: &Stream, args: &DecodeArgs<'_>) -> Result<(), CudaError> {
+        if self.rows == 0 {
+            return Ok(());
+        }
+        let of = self.attention;
+        stream.keep(&of.workspace);
+        let decode = Decode {
+            shape: of.shape,
+            rows: self.rows,
+            q: args.q,
+            q_row_stride: args.q_row_stride,
+            k: args.k,
+            v: args.v,
+            page_table: args.page_table,
+            table: of.table(),
+            out: args.out,
+            lse: args.lse,
+            items: of.workspace.items.as_slice(),
+            n_items: of.workspace.n_items.as_slice(),
+            partial: of.workspace.partial.as_slice(),
+            partial_sums: of.workspace.partial_sums.as_slice(),
+            arrived: of.workspace.arrived.as_slice(),
+            max_splits: of.max_splits,
+            scale: of.scale,
+            captures: of.functions.captures(stream),
+        };
+        launch::decode_attention(&of.kernel, stream, &of.config, &decode)
+    }
+}

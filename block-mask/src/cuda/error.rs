@@ -1,0 +1,59 @@
+//! What the CUDA side refuses or fails at.
+
+/// What the CUDA side of this crate refuses or fails at.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// The driver, the compiler or a buffer.
+    #[error(transparent)]
+    Cuda(#[from] cuda_graphs::Error),
+    /// The same refusal as on the CPU.
+    #[error(transparent)]
+    Mask(#[from] crate::Error),
+    /// A size for which there is no kernel.
+    #[error("{what} is {value}; {allowed}")]
+    Unsupported {
+        /// What has the size.
+        what: &'static str,
+        /// What was asked.
+        value: usize,
+        /// What there are kernels for.
+        allowed: &'static str,
+    },
+    /// A kernel option that would give wrong numbers or cannot run.
+    #[error("option {option} is refused: {why}")]
+    OptionRefused {
+        /// Name of the option.
+        option: &'static str,
+        /// Why.
+        why: String,
+    },
+    /// Two sizes that must agree do not.
+    #[error("{what}: expected {expected}, found {found}")]
+    Mismatch {
+        /// What has the size.
+        what: &'static str,
+        /// What the other arguments call for.
+        expected: usize,
+        /// What was given.
+        found: usize,
+    },
+    /// More of something than the object was made for.
+    #[error("{what}: {asked} asked, at most {limit}")]
+    TooMany {
+        /// What there is too much of.
+        what: &'static str,
+        /// What was asked.
+        asked: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// An address that the kernel's wide loads cannot use.
+    #[error("{what} must be aligned to {bytes} bytes")]
+    Misaligned {
+        /// The argument.
+        what: &'static str,
+        /// The alignment.
+        bytes: u64,
+    },
+}

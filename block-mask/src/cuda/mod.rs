@@ -1,0 +1,37 @@
+//! Attention kernels for NVIDIA GPUs of compute capability 8.0 and newer.
+//!
+//! | kernel | for | reads keys through |
+//! |---|---|---|
+//! | [`DecodeAttention`] | one query a row, lengths and slots in device memory (so it can be captured in a graph) | page table |
+//! | [`PrefillAttention`] | packed chunks of many sequences, causal | page table |
+//! | [`FlexAttention`] | any [`BlockMask<Physical>`](crate::BlockMask) | the mask's own lists |
+//!
+//! All three take mask and score functions ([`Functions`]), printed into the kernel and compiled when it is made.
+//!
+//! **Invariants.** The order of every sum depends on the row's own sequence alone: neither the batch, nor where pages
+//! lie, nor (in prefill) how the sequence is cut into chunks changes a bit of a row's output. Nothing at or past a
+//! sequence's length and no page that its slot does not own is read. A row that sees no key gives 0 and a log-sum-exp
+//! of −∞.
+//!
+//! What may surprise: a key that a *function* hides is read all the same, and its weight is 0; if its value is NaN or
+//! infinite, so is the output. (Lengths and page tables hide without reading.)
+//!
+//! A captured graph does not own the slices that are given to `run`: they must live as long as the graph.
+
+mod decode;
+mod error;
+mod flex;
+mod functions;
+mod options;
+mod prefill;
+mod shape;
+mod specs;
+
+pub use decode::{DecodeArgs, DecodeAttention, DecodeLimits, DecodePlan};
+pub use error::CudaError;
+pub use flex::{DeviceBlockMask, FlexArgs, FlexAttention, QueryLayout};
+pub use functions::Functions;
+pub use options::{DecodeOptions, TileOptions};
+pub use prefill::{PrefillArgs, PrefillAttention, PrefillChunk, PrefillLimits, PrefillPlan};
+pub use shape::AttentionShape;
+pub use specs::kernel_specs;

@@ -1,0 +1,162 @@
+//! What can be tuned, and what is refused.
+
+use cuda_graphs::DeviceInfo;
+
+use super::{AttentionShape, CudaError, Functions};
+
+/// Options of [`DecodeAttention`](super::DecodeAttention). They change speed; `min_split` and `max_splits` also decide
+/// where a row is cut, and so the order of its sum, but not how exact it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DecodeOptions {
+    /// Warps of a block: 1, 2, 4 or 8. Each takes 16 tokens in turn.
+    pub warps: usize,
+    /// Stages of each warp's ring, 2 to 8, of `64 * head_dim` bytes: all but one are in flight.
+    pub stages: usize,
+    /// Blocks that share a multiprocessor, 1 to 8.
+    pub blocks_per_multiprocessor: usize,
+    /// Tokens of a split, a multiple of 16. Doubled for rows that would need more than `max_splits`.
+    pub min_split: usize,
+    /// Splits of a row at most, 1 to 256.
+    pub max_splits: usize,
+}
+
+impl DecodeOptions {
+    /// What is best on this device as far as we know: the deepest rings that fit.
+    pub fn for_device(info: &DeviceInfo, shape: &AttentionShape) -> DecodeOptions {
+        let fits = |&(warps, stages, blocks): &(usize, usize, usize)| {
+            let options = DecodeOptions::of(warps, stages, blocks);
+            let bytes = options.shared_bytes(shape);
+            bytes <= info.shared_bytes_per_block && (bytes + 1024) * blocks <= info.shared_bytes_per_multiprocessor
+        };
+        let (warps, stages, blocks) = DECODE_FORMS.iter().copied().find(|form| fits(form)).unwrap_or((2, 2, 1));
+        DecodeOptions::of(warps, stages, blocks)
+    }
+
+    pub(crate) fn of(warps: usize, stages: usize, blocks_per_multiprocessor: usize) -> DecodeOptions {
+        DecodeOptions { warps, stages, blocks_per_multiprocessor, min_split: 128, max_splits: 32 }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), CudaError> {
+        let refuse = |option, why: &str| Err(CudaError::OptionRefused { option, why: why.to_owned() });
+        if ![1, 2, 4, 8].contains(&self.warps) {
+            return refuse("warps", "1, 2, 4 and 8 are possible");
+        }
+        if !(2..=8).contains(&self.stages) {
+            return refuse("stages", "2 to 8 are possible");
+        }
+        if !(1..=8).contains(&self.blocks_per_multiprocessor) {
+            return refuse("blocks_per_multiprocessor", "1 to 8 are possible");
+        }
+        // A split that starts inside a granule would read another granule's page.
+        if !self.min_split.is_multiple_of(16) || !(16..=1 << 20).contains(&self.min_split) {
+            return refuse("min_split", "it must be a multiple of 16 between 16 and 1,048,576");
+        }
+        if !(1..=256).contains(&self.max_splits) {
+            return refuse("max_splits", "1 to 256 are possible");
+        }
+        Ok(())
+    }
+
+    /// 8 heads fill one tensor-core tile.
+    pub(crate) fn head_tiles(shape: &AttentionShape) -> usize {
+        shape.group().div_ceil(8).max(1)
+    }
+
+    /// Dynamic shared memory of a block; in step with decode_attention.cuh.
+    pub(crate) fn shared_bytes(&self, shape: &AttentionShape) -> usize {
+        let tiles = DecodeOptions::head_tiles(shape);
+        let ring = self.warps * self.stages * 2 * 16 * shape.head_dim * 2;
+        let sums = self.warps * shape.group() * (shape.head_dim / tiles + 4) * 4;
+        ring + sums + self.warps * 8 * tiles * 8 + self.warps * self.stages * 4 + 16
+    }
+}
+
+/// (warps, stages, blocks per multiprocessor), preferred first.
+pub(crate) const DECODE_FORMS: [(usize, usize, usize); 6] =
+    [(4, 3, 2), (4, 4, 1), (4, 3, 1), (2, 5, 1), (2, 3, 1), (2, 2, 1)];
+
+/// Options of [`PrefillAttention`](super::PrefillAttention) and [`FlexAttention`](super::FlexAttention).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TileOptions {
+    /// Query rows of a tile: 64 or 128.
+    pub block_m: usize,
+    /// Keys that are loaded together: 32, 64 or 128.
+    pub block_n: usize,
+    /// Warps of a block; each takes 16 or 32 rows.
+    pub warps: usize,
+    /// Buffers of K and of V: 1 or 2.
+    pub stages: usize,
+    /// Blocks that share a multiprocessor, 1 to 4.
+    pub blocks_per_multiprocessor: usize,
+    /// Multiply Q by the scale before the product. Refused unless that is exact (the scale a power of two).
+    pub prescale_qk: bool,
+    /// Leave out the guards against rows that see no key. Refused where such a row is possible.
+    pub rows_guaranteed_safe: bool,
+}
+
+impl Default for TileOptions {
+    fn default() -> TileOptions {
+        TileOptions {
+            block_m: 128,
+            block_n: 64,
+            warps: 4,
+            stages: 1,
+            blocks_per_multiprocessor: 2,
+            prescale_qk: false,
+            rows_guaranteed_safe: false,
+        }
+    }
+}
+
+impl TileOptions {
+    pub(crate) fn check(&self, shape: &AttentionShape, scale: f32) -> Result<(), CudaError> {
+        let refuse = |option, why: String| Err(CudaError::OptionRefused { option, why });
+        if ![64, 128].contains(&self.block_m) {
+            return refuse("block_m", "64 and 128 are possible".to_owned());
+        }
+        if ![32, 64, 128].contains(&self.block_n) {
+            return refuse("block_n", "32, 64 and 128 are possible".to_owned());
+        }
+        if ![4, 8].contains(&self.warps) || ![16, 32].contains(&(self.block_m / self.warps)) {
+            return refuse("warps", "4 and 8 are possible, with 16 or 32 rows each".to_owned());
+        }
+        if self.warps * 32 > self.block_n * shape.head_dim / 8 {
+            return refuse("warps", "more threads than 16-byte words in a block of keys".to_owned());
+        }
+        if ![1, 2].contains(&self.stages) {
+            return refuse("stages", "1 and 2 are possible".to_owned());
+        }
+        if !(1..=4).contains(&self.blocks_per_multiprocessor) {
+            return refuse("blocks_per_multiprocessor", "1 to 4 are possible".to_owned());
+        }
+        // A power of two has an empty mantissa: then the product of every bf16 with it is exact.
+        let exact = scale.is_normal() && scale.to_bits() & 0x007f_ffff == 0;
+        if self.prescale_qk && !exact {
+            return refuse("prescale_qk", format!("the scale {scale} is no power of two, Q would be rounded again"));
+        }
+        Ok(())
+    }
+
+    /// Refuses `rows_guaranteed_safe` for reasons that are known when the kernel is made.
+    pub(crate) fn check_rows_safe(&self, functions: &Functions, window: Option<usize>) -> Result<(), CudaError> {
+        let why = if !self.rows_guaranteed_safe {
+            return Ok(());
+        } else if functions.has_mask() {
+            "a mask function can hide every key of a block"
+        } else if functions.has_score() {
+            "a score function can make every score −∞"
+        } else if window.is_some() {
+            "a window can hide every key of a row's first block"
+        } else {
+            return Ok(());
+        };
+        Err(CudaError::OptionRefused { option: "rows_guaranteed_safe", why: why.to_owned() })
+    }
+
+    /// Dynamic shared memory of a block; in step with prefill_attention.cuh.
+    pub(crate) fn shared_bytes(&self, shape: &AttentionShape) -> usize {
+        (self.block_m + 2 * self.stages * self.block_n) * shape.head_dim * 2
+    }
+}

@@ -1,0 +1,247 @@
+//! Causal prefill over packed chunks of many sequences.
+
+use cuda_graphs::{Compiler, Device, DeviceBuffer, DeviceSlice, Event, Kernel, PinnedBuffer, Stream};
+use half::bf16;
+use paged_kv::Slot;
+
+use super::shape::check_scale;
+use super::specs::prefill_spec;
+use super::{AttentionShape, CudaError, Functions, TileOptions};
+use crate::launch::{self, Prefill, PrefillTile, TableShape};
+
+/// Page-locked copies of the tile list; the host fills one while the other may still be read.
+const STAGES: usize = 2;
+
+/// What the buffers of a [`PrefillAttention`] are made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefillLimits {
+    /// Query tokens of a step at most.
+    pub max_tokens: usize,
+    /// Chunks of a step at most.
+    pub max_chunks: usize,
+    /// Rows of the page table, slot 0 included.
+    pub n_slots: usize,
+    /// Entries of a row of the page table.
+    pub max_pages_per_slot: usize,
+}
+
+/// Consecutive tokens of one sequence on the packed query axis. Its keys, the chunk's own included, are in the cache
+/// before attention runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefillChunk {
+    /// The sequence's slot.
+    pub slot: Slot,
+    /// Row of the first token on the packed axis.
+    pub q_start: usize,
+    /// Tokens.
+    pub q_len: usize,
+    /// Logical position of the first token: what the cache held before.
+    pub position: usize,
+}
+
+/// Causal attention of packed chunks, first and later pieces of sequences alike, over the pages of their slots.
+///
+/// A chunk is cut into tiles of [`TileOptions::block_m`] rows, where a row is a token and one of the query heads that
+/// share a KV head; the tiles with the longest contexts start first. How a sequence is cut into chunks does not change
+/// a bit of its result.
+pub struct PrefillAttention {
+    shape: AttentionShape,
+    limits: PrefillLimits,
+    options: TileOptions,
+    functions: Functions,
+    window: Option<usize>,
+    scale: f32,
+    kernel: Kernel,
+    tiles: DeviceBuffer<PrefillTile>,
+    stages: Vec<(PinnedBuffer<PrefillTile>, Event, bool)>,
+    next: usize,
+    list: Vec<PrefillTile>,
+}
+
+/// The arguments of [`PrefillPlan::run`].
+#[derive(Clone, Copy, Debug)]
+pub struct PrefillArgs<'a> {
+    /// Queries, `[tokens, heads, head_dim]`, tokens `q_token_stride` elements apart.
+    pub q: DeviceSlice<'a, bf16>,
+    /// At least `heads * head_dim`, a multiple of 8.
+    pub q_token_stride: usize,
+    /// Keys of the layer, `[kv_heads, n_pages * page_size, head_dim]`.
+    pub k: DeviceSlice<'a, bf16>,
+    /// Values of the layer, likewise.
+    pub v: DeviceSlice<'a, bf16>,
+    /// `[n_slots, max_pages_per_slot]`.
+    pub page_table: DeviceSlice<'a, i32>,
+    /// `[tokens, heads, head_dim]`; rows of no chunk are left as they are.
+    pub out: DeviceSlice<'a, bf16>,
+    /// `[tokens, heads]`: natural logarithm of each softmax's denominator.
+    pub lse: Option<DeviceSlice<'a, f32>>,
+}
+
+impl PrefillAttention {
+    /// Compiles the kernel and takes the buffers of the tile list.
+    ///
+    /// `window`: a query at `p` sees `p - window < kv`. `scale`: 1/√head_dim if `None`. The functions see the chunk's
+    /// index in the step as `b`; a mask function is applied beside causality.
+    ///
+    /// # Errors
+    /// [`CudaError::Unsupported`], [`CudaError::OptionRefused`], [`CudaError::Cuda`]. Panics: none.
+    pub fn new(
+        device: &Device,
+        compiler: &Compiler,
+        shape: AttentionShape,
+        limits: PrefillLimits,
+        window: Option<usize>,
+        scale: Option<f32>,
+        functions: Functions,
+        mut options: TileOptions,
+    ) -> Result<PrefillAttention, CudaError> {
+        shape.check()?;
+        let scale = check_scale(scale.unwrap_or(shape.default_scale()))?;
+        options.check(&shape, scale)?;
+        options.check_rows_safe(&functions, window)?;
+        // Token 0 is in the first block and visible to every row: nothing is lost by leaving the guards out.
+        if !functions.has_mask() && !functions.has_score() && window.is_none() {
+            options.rows_guaranteed_safe = true;
+        }
+        check_shared(device, &shape, &options)?;
+        let tokens = limits.max_tokens.saturating_mul(shape.group());
+        let max_tiles = (tokens / options.block_m).saturating_add(limits.max_chunks);
+        let kernel = compiler
+            .load(device, &prefill_spec(shape.head_dim, &options, &functions))?
+            .kernel("prefill_attention")?;
+        let stages = (0..STAGES)
+            .map(|_| Ok((PinnedBuffer::zeroed(device, max_tiles)?, Event::without_timing(device)?, false)))
+            .collect::<Result<Vec<_>, CudaError>>()?;
+        Ok(PrefillAttention {
+            shape,
+            limits,
+            options,
+            functions,
+            window,
+            scale,
+            kernel,
+            tiles: DeviceBuffer::zeroed(device, max_tiles)?,
+            stages,
+            next: 0,
+            list: Vec::with_capacity(max_tiles),
+        })
+    }
+
+    /// Sends the tile list of a step's chunks; shared by all layers. Does not wait, except for the list before the last.
+    ///
+    /// # Errors
+    /// [`CudaError::TooMany`] beyond the limits or the table, [`CudaError::Cuda`]. Panics: none.
+    pub fn plan(&mut self, stream: &Stream, chunks: &[PrefillChunk]) -> Result<PrefillPlan<'_>, CudaError> {
+        let limits = &self.limits;
+        let max_len = limits.max_pages_per_slot.saturating_mul(self.shape.page_size).min(i32::MAX as usize / 2);
+        let within = |what, asked, limit| {
+            if asked <= limit { Ok(()) } else { Err(CudaError::TooMany { what, asked, limit }) }
+        };
+        within("chunks of a step", chunks.len(), limits.max_chunks)?;
+        let mut tokens = 0;
+        self.list.clear();
+        for (index, chunk) in chunks.iter().enumerate() {
+            let end = chunk.q_start.saturating_add(chunk.q_len);
+            within("query rows of a step", end, limits.max_tokens.min(i32::MAX as usize / 16))?;
+            within("slot", chunk.slot.index(), limits.n_slots.saturating_sub(1))?;
+            within("tokens of a slot", chunk.position.saturating_add(chunk.q_len), max_len)?;
+            tokens = tokens.max(end);
+            let rows = chunk.q_len * self.shape.group();
+            let tile = |first_row: usize| PrefillTile {
+                q_start: chunk.q_start as i32,
+                q_len: chunk.q_len as i32,
+                slot: chunk.slot.index() as i32,
+                position: chunk.position as i32,
+                first_row: first_row as i32,
+                chunk: index as i32,
+                reserved: [0; 2],
+            };
+            self.list.extend((0..rows).step_by(self.options.block_m).map(tile));
+        }
+        // Overlapping chunks can name more tiles than there are rows.
+        within("tiles of a step", self.list.len(), self.tiles.len())?;
+        let group = self.shape.group() as i32;
+        let keys = |tile: &PrefillTile| tile.position + tile.first_row / group;
+        self.list.sort_by_key(|tile| std::cmp::Reverse(keys(tile)));
+        let tiles = self.list.len();
+        if tiles > 0 {
+            let (pinned, copied, used) = &mut self.stages[self.next];
+            self.next = (self.next + 1) % STAGES;
+            if *used {
+                copied.synchronize()?;
+            }
+            pinned.write(0, &self.list)?;
+            stream.upload_async(self.tiles.slice(..tiles)?, pinned.slice(..tiles)?)?;
+            stream.record(copied)?;
+            *used = true;
+        }
+        Ok(PrefillPlan { attention: self, tokens, tiles })
+    }
+
+    /// The options it was made with; `rows_guaranteed_safe` is set by itself where it is.
+    pub fn options(&self) -> &TileOptions {
+        &self.options
+    }
+}
+
+/// Refuses options whose tiles do not fit a block's shared memory.
+pub(super) fn check_shared(device: &Device, shape: &AttentionShape, options: &TileOptions) -> Result<(), CudaError> {
+    let (needed, available) = (options.shared_bytes(shape), device.info().shared_bytes_per_block);
+    if needed <= available {
+        return Ok(());
+    }
+    let why = format!("{needed} bytes of shared memory are needed, a block has {available}");
+    Err(CudaError::OptionRefused { option: "block_m, block_n and stages", why })
+}
+
+impl std::fmt::Debug for PrefillAttention {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PrefillAttention")
+            .field("shape", &self.shape)
+            .field("limits", &self.limits)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A tile list on the device; see [`PrefillAttention::plan`].
+#[derive(Clone, Copy, Debug)]
+pub struct PrefillPlan<'a> {
+    attention: &'a PrefillAttention,
+    tokens: usize,
+    tiles: usize,
+}
+
+impl PrefillPlan<'_> {
+    /// Tiles of the step, for one KV head.
+    pub fn tiles(&self) -> usize {
+        self.tiles
+    }
+
+    /// Attends, in one launch; does not wait.
+    ///
+    /// # Errors
+    /// [`CudaError::Mismatch`], [`CudaError::Misaligned`], [`CudaError::Cuda`]. Panics: none.
+    pub fn run(&self, stream: &Stream, args: &PrefillArgs<'_>) -> Result<(), CudaError> {
+        let of = self.attention;
+        let prefill = Prefill {
+            shape: of.shape,
+            tokens: self.tokens,
+            tiles: of.tiles.slice(..self.tiles)?,
+            q: args.q,
+            q_token_stride: args.q_token_stride,
+            k: args.k,
+            v: args.v,
+            page_table: args.page_table,
+            table: TableShape { n_slots: of.limits.n_slots, max_pages: of.limits.max_pages_per_slot },
+            out: args.out,
+            lse: args.lse,
+            window: of.window,
+            scale: of.scale,
+            captures: of.functions.captures(stream),
+            threads: of.options.warps as u32 * 32,
+            shared_bytes: of.options.shared_bytes(&of.shape) as u32,
+        };
+        launch::prefill_attention(&of.kernel, stream, &prefill)
+    }
+}

@@ -1,0 +1,143 @@
+//! The kernels as data, with what each may use.
+
+use cuda_graphs::{Header, KernelSpec, Limits};
+
+use super::options::DECODE_FORMS;
+use super::{AttentionShape, DecodeOptions, Functions, TileOptions};
+use crate::expr::{b, h, kv, q};
+use crate::{MaskMod, ScoreMod, alibi_slopes};
+
+macro_rules! header {
+    ($name:literal) => {
+        Header::new($name, include_str!(concat!("../../kernels/", $name)))
+    };
+}
+
+fn headers() -> Vec<Header> {
+    vec![
+        header!("bf16.cuh"),
+        header!("mma.cuh"),
+        header!("async_copy.cuh"),
+        header!("tile.cuh"),
+        header!("paging.cuh"),
+        header!("softmax.cuh"),
+        header!("mods.cuh"),
+        header!("decode_plan.cuh"),
+        header!("decode_attention.cuh"),
+        header!("prefill_attention.cuh"),
+        header!("prefill_causal.cuh"),
+        header!("flex_attention.cuh"),
+    ]
+}
+
+/// Every kernel in every specialisation that is used without options of one's own, and one of each with functions; for
+/// compiling ahead and for tests without a GPU.
+pub fn kernel_specs() -> Vec<KernelSpec> {
+    let none = Functions::none();
+    let mut specs = vec![decode_plan_spec()];
+    for head_dim in [64, 128] {
+        for group in [8, 16] {
+            let shape = AttentionShape { heads: group, kv_heads: 1, head_dim, page_size: 16, n_pages: 1 };
+            for (warps, stages, blocks) in DECODE_FORMS {
+                specs.push(decode_spec(&shape, &DecodeOptions::of(warps, stages, blocks), &none));
+            }
+        }
+        for block_m in [64, 128] {
+            let options = TileOptions { block_m, ..TileOptions::default() };
+            specs.push(prefill_spec(head_dim, &options, &none));
+            specs.push(prefill_spec(head_dim, &TileOptions { rows_guaranteed_safe: true, ..options }, &none));
+            specs.push(flex_spec(head_dim, &options, &none));
+        }
+        let shape = AttentionShape { heads: 8, kv_heads: 1, head_dim, page_size: 16, n_pages: 1 };
+        let functions = sample_functions();
+        let options = TileOptions { block_m: 64, ..TileOptions::default() };
+        specs.push(decode_spec(&shape, &DecodeOptions::of(4, 3, 2), &functions));
+        specs.push(prefill_spec(head_dim, &options, &functions));
+        specs.push(flex_spec(head_dim, &options, &functions));
+    }
+    specs
+}
+
+/// Functions that use every kind of node that is printed: integers, floats, buffers, choices.
+fn sample_functions() -> Functions {
+    let mask = (MaskMod::causal() & MaskMod::sliding_window(100)) | MaskMod::prefix_lm(vec![3, 5]);
+    let score = ScoreMod::soft_cap(20.0).map(|cap| ScoreMod::alibi(alibi_slopes(8)).then(&cap));
+    let by_parity = MaskMod::new((q() + kv() + b() + h()).rem_floor(2).equals(0));
+    let mask = by_parity.map_or(mask.clone(), |parity| mask & !parity);
+    Functions::text_only(Some(&mask), score.ok().as_ref())
+}
+
+pub(crate) fn decode_plan_spec() -> KernelSpec {
+    KernelSpec::new("decode_plan", include_str!("../../kernels/decode_plan.cu"))
+        .headers(headers())
+        .entry("decode_plan", Limits::registers(48))
+}
+
+pub(crate) fn decode_spec(shape: &AttentionShape, options: &DecodeOptions, functions: &Functions) -> KernelSpec {
+    let (head_dim, tiles) = (shape.head_dim, DecodeOptions::head_tiles(shape));
+    let DecodeOptions { warps, stages, blocks_per_multiprocessor: blocks, .. } = *options;
+    let name = format!("decode_attention<{head_dim},{tiles}> {warps} warps {stages} stages {blocks} blocks");
+    // Two blocks of 128 threads fit with up to 255 registers; what is above these limits would be a regression.
+    let limits = Limits::registers(match (head_dim, tiles) {
+        (64, 1) => 168,
+        (128, 1) => 224,
+        _ => 255,
+    });
+    with_functions(KernelSpec::new(name, include_str!("../../kernels/decode_attention.cu")), functions)
+        .define("HEAD_DIM", head_dim)
+        .define("N_TILES", tiles)
+        .define("WARPS", warps)
+        .define("STAGES", stages)
+        .define("BLOCKS_PER_SM", blocks)
+        .entry("decode_attention", limits)
+}
+
+pub(crate) fn prefill_spec(head_dim: usize, options: &TileOptions, functions: &Functions) -> KernelSpec {
+    tile_spec("prefill_attention", include_str!("../../kernels/prefill_attention.cu"), head_dim, options, functions)
+}
+
+pub(crate) fn flex_spec(head_dim: usize, options: &TileOptions, functions: &Functions) -> KernelSpec {
+    tile_spec("flex_attention", include_str!("../../kernels/flex_attention.cu"), head_dim, options, functions)
+}
+
+fn tile_spec(
+    kernel: &'static str,
+    source: &'static str,
+    head_dim: usize,
+    options: &TileOptions,
+    functions: &Functions,
+) -> KernelSpec {
+    let TileOptions { block_m, block_n, warps, stages, blocks_per_multiprocessor: blocks, .. } = *options;
+    let safe = if options.rows_guaranteed_safe { " safe" } else { "" };
+    let prescale = if options.prescale_qk { " prescaled" } else { "" };
+    let name = format!(
+        "{kernel}<{head_dim}> {block_m}x{block_n} {warps} warps {stages} stages {blocks} blocks{safe}{prescale}"
+    );
+    // 32 rows of 128 elements a warp take every register; a few words spilled outside the loop cost nothing.
+    let limits = Limits { spill_bytes: 160, stack_bytes: 64, ..Limits::registers(255) };
+    with_functions(KernelSpec::new(name, source), functions)
+        .define("HEAD_DIM", head_dim)
+        .define("BLOCK_M", block_m)
+        .define("BLOCK_N", block_n)
+        .define("WARPS", warps)
+        .define("STAGES", stages)
+        .define("BLOCKS_PER_SM", blocks)
+        .define("ROWS_SAFE", u8::from(options.rows_guaranteed_safe))
+        .define("PRESCALE", u8::from(options.prescale_qk))
+        .entry(kernel, limits)
+}
+
+fn with_functions(mut spec: KernelSpec, functions: &Functions) -> KernelSpec {
+    let text = Header { name: "mods_source.cuh".into(), text: functions.code().to_owned().into() };
+    let suffix = match (functions.has_mask(), functions.has_score()) {
+        (false, false) => "",
+        (true, false) => " mask function",
+        (false, true) => " score function",
+        (true, true) => " mask and score functions",
+    };
+    spec.name = format!("{}{suffix}", spec.name).into();
+    spec.headers(headers())
+        .headers([text])
+        .define("HAS_MASK_MOD", u8::from(functions.has_mask()))
+        .define("HAS_SCORE_MOD", u8::from(functions.has_score()))
+}

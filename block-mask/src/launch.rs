@@ -1,0 +1,500 @@
+//! One safe launch function per kernel: the one module of this crate with `unsafe`.
+//!
+//! Each function checks lengths, strides and alignment against what the kernel reads and writes, so that no launch
+//! leaves the slices it is given. What the kernels find in device memory they check themselves: slots outside the table,
+//! lengths beyond it, rows beyond the buffers.
+#![allow(unsafe_code)]
+
+use bytemuck::{Pod, Zeroable};
+use cuda_graphs::{DeviceSlice, Kernel, LaunchConfig, Stream};
+use half::bf16;
+
+use crate::cuda::{AttentionShape, CudaError};
+
+/// Threads of the kernel decode_plan.
+const PLAN_THREADS: u32 = 256;
+/// `DecodeItem` in 4-byte words.
+pub(crate) const ITEM_WORDS: usize = 8;
+/// Most blocks in the grid's second and third dimension.
+const MAX_GRID_YZ: usize = 65_535;
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Paging {
+    table: u64,
+    head_stride: i64,
+    max_pages: i32,
+    page_shift: i32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct PlanParams {
+    slots: u64,
+    lengths: u64,
+    items: u64,
+    n_items: u64,
+    rows: i32,
+    n_slots: i32,
+    max_length: i32,
+    length_offset: i32,
+    min_split: i32,
+    max_splits: i32,
+    n_classes: i32,
+    window: i32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct DecodeParams {
+    q: u64,
+    k: u64,
+    v: u64,
+    out: u64,
+    lse: u64,
+    items: u64,
+    n_items: u64,
+    partial: u64,
+    partial_sums: u64,
+    arrived: u64,
+    paging: Paging,
+    q_row_stride: i64,
+    rows: i32,
+    heads: i32,
+    kv_heads: i32,
+    group: i32,
+    max_splits: i32,
+    scale: f32,
+    captures: u64,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct PrefillParams {
+    q: u64,
+    k: u64,
+    v: u64,
+    out: u64,
+    lse: u64,
+    tiles: u64,
+    paging: Paging,
+    q_token_stride: i64,
+    out_token_stride: i64,
+    heads: i32,
+    group: i32,
+    window: i32,
+    scale: f32,
+    captures: u64,
+}
+
+/// A tile of the kernel prefill_attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub(crate) struct PrefillTile {
+    pub(crate) q_start: i32,
+    pub(crate) q_len: i32,
+    pub(crate) slot: i32,
+    pub(crate) position: i32,
+    pub(crate) first_row: i32,
+    pub(crate) chunk: i32,
+    pub(crate) reserved: [i32; 2],
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct FlexParams {
+    q: u64,
+    k: u64,
+    v: u64,
+    out: u64,
+    lse: u64,
+    spans: u64,
+    lists: u64,
+    entries: u64,
+    head_stride: i64,
+    q_strides: [i64; 3],
+    lse_strides: [i64; 3],
+    group: i32,
+    mask_heads: i32,
+    q_blocks: i32,
+    block_q: i32,
+    tiles_per_block: i32,
+    block_granules_shift: i32,
+    scale: f32,
+    reserved: u32,
+    captures: u64,
+}
+
+/// Sizes of a page table in device memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TableShape {
+    pub(crate) n_slots: usize,
+    pub(crate) max_pages: usize,
+}
+
+fn equal(what: &'static str, expected: usize, found: usize) -> Result<(), CudaError> {
+    if expected == found { Ok(()) } else { Err(CudaError::Mismatch { what, expected, found }) }
+}
+
+fn at_least(what: &'static str, expected: usize, found: usize) -> Result<(), CudaError> {
+    if found >= expected { Ok(()) } else { Err(CudaError::Mismatch { what, expected, found }) }
+}
+
+fn aligned<T: Pod>(what: &'static str, slice: DeviceSlice<'_, T>, bytes: u64) -> Result<(), CudaError> {
+    if slice.ptr().is_multiple_of(bytes) { Ok(()) } else { Err(CudaError::Misaligned { what, bytes }) }
+}
+
+fn int(what: &'static str, value: usize) -> Result<i32, CudaError> {
+    i32::try_from(value).map_err(|_| CudaError::TooMany { what, asked: value, limit: i32::MAX as usize })
+}
+
+/// Slices must be of the kernel's device; the stream is checked by the launch.
+fn here<T: Pod>(kernel: &Kernel, what: &'static str, slice: DeviceSlice<'_, T>) -> Result<(), CudaError> {
+    if slice.device() == kernel.device() {
+        Ok(())
+    } else {
+        Err(cuda_graphs::Error::WrongDevice { what }.into())
+    }
+}
+
+fn check_cache(
+    kernel: &Kernel,
+    shape: &AttentionShape,
+    k: DeviceSlice<'_, bf16>,
+    v: DeviceSlice<'_, bf16>,
+) -> Result<(), CudaError> {
+    shape.check()?;
+    for (what, slice) in [("keys", k), ("values", v)] {
+        here(kernel, what, slice)?;
+        equal(what, shape.cache_len(), slice.len())?;
+        aligned(what, slice, 16)?;
+    }
+    Ok(())
+}
+
+fn paging(
+    kernel: &Kernel,
+    shape: &AttentionShape,
+    table: DeviceSlice<'_, i32>,
+    of: TableShape,
+) -> Result<Paging, CudaError> {
+    here(kernel, "page table", table)?;
+    equal("page table", of.n_slots.saturating_mul(of.max_pages), table.len())?;
+    Ok(Paging {
+        table: table.ptr(),
+        head_stride: shape.head_stride() as i64,
+        max_pages: int("pages of a slot", of.max_pages)?,
+        page_shift: shape.page_shift(),
+    })
+}
+
+/// Elements that rows of `row` elements, `stride` apart, reach. Strides keep 16-byte words whole.
+fn check_rows(
+    what: &'static str,
+    slice: DeviceSlice<'_, bf16>,
+    rows: usize,
+    row: usize,
+    stride: usize,
+) -> Result<(), CudaError> {
+    if !stride.is_multiple_of(8) {
+        return Err(CudaError::Misaligned { what, bytes: 16 });
+    }
+    aligned(what, slice, 16)?;
+    at_least(what, row, stride)?;
+    if rows == 0 {
+        return Ok(());
+    }
+    at_least(what, (rows - 1).saturating_mul(stride).saturating_add(row), slice.len())
+}
+
+/// What decode_plan is given.
+pub(crate) struct Plan<'a> {
+    pub(crate) slots: DeviceSlice<'a, i32>,
+    pub(crate) lengths: DeviceSlice<'a, i32>,
+    /// `[rows * max_splits, ITEM_WORDS]`.
+    pub(crate) items: DeviceSlice<'a, i32>,
+    pub(crate) n_items: DeviceSlice<'a, i32>,
+    pub(crate) table: TableShape,
+    pub(crate) page_size: usize,
+    pub(crate) length_offset: i32,
+    pub(crate) min_split: usize,
+    pub(crate) max_splits: usize,
+    pub(crate) window: Option<usize>,
+}
+
+/// Makes the work list of `slots.len()` rows.
+pub(crate) fn decode_plan(kernel: &Kernel, stream: &Stream, plan: &Plan<'_>) -> Result<(), CudaError> {
+    let rows = plan.slots.len();
+    for (what, slice) in
+        [("slots", plan.slots), ("lengths", plan.lengths), ("items", plan.items), ("item count", plan.n_items)]
+    {
+        here(kernel, what, slice)?;
+    }
+    equal("lengths", rows, plan.lengths.len())?;
+    equal("item count", 1, plan.n_items.len())?;
+    at_least("items", rows.saturating_mul(plan.max_splits).saturating_mul(ITEM_WORDS), plan.items.len())?;
+    aligned("items", plan.items, 16)?;
+    if plan.min_split == 0 || plan.max_splits == 0 {
+        return Err(CudaError::Mismatch { what: "splits", expected: 1, found: 0 });
+    }
+    // Lengths are compared after an addition in the kernel, and a split may end past the longest row.
+    let max_length = plan.table.max_pages.saturating_mul(plan.page_size);
+    let limit = (i32::MAX / 4) as usize;
+    if max_length > limit || plan.min_split > limit {
+        return Err(CudaError::TooMany { what: "tokens of a slot", asked: max_length.max(plan.min_split), limit });
+    }
+    let mut n_classes = 1;
+    while (plan.min_split << (n_classes - 1)).saturating_mul(plan.max_splits) < max_length {
+        n_classes += 1;
+    }
+    let params = PlanParams {
+        slots: plan.slots.ptr(),
+        lengths: plan.lengths.ptr(),
+        items: plan.items.ptr(),
+        n_items: plan.n_items.ptr(),
+        rows: int("rows", rows)?,
+        n_slots: int("slots", plan.table.n_slots)?,
+        max_length: max_length as i32,
+        length_offset: plan.length_offset,
+        min_split: plan.min_split as i32,
+        max_splits: int("splits", plan.max_splits)?,
+        n_classes,
+        window: plan.window.map_or(0, |window| window.clamp(1, limit) as i32),
+    };
+    // SAFETY: the kernel reads `rows` slots and lengths and writes at most `rows * max_splits` items, since a row of at
+    // most `max_length` tokens has no more splits in the class that it takes; all checked above.
+    unsafe { kernel.launch(stream, &LaunchConfig::new(1, PLAN_THREADS), &params) }?;
+    Ok(())
+}
+
+/// What decode_attention is given.
+pub(crate) struct Decode<'a> {
+    pub(crate) shape: AttentionShape,
+    pub(crate) rows: usize,
+    pub(crate) q: DeviceSlice<'a, bf16>,
+    pub(crate) q_row_stride: usize,
+    pub(crate) k: DeviceSlice<'a, bf16>,
+    pub(crate) v: DeviceSlice<'a, bf16>,
+    pub(crate) page_table: DeviceSlice<'a, i32>,
+    pub(crate) table: TableShape,
+    pub(crate) out: DeviceSlice<'a, bf16>,
+    pub(crate) lse: Option<DeviceSlice<'a, f32>>,
+    pub(crate) items: DeviceSlice<'a, i32>,
+    pub(crate) n_items: DeviceSlice<'a, i32>,
+    pub(crate) partial: DeviceSlice<'a, f32>,
+    pub(crate) partial_sums: DeviceSlice<'a, f32>,
+    pub(crate) arrived: DeviceSlice<'a, u32>,
+    pub(crate) max_splits: usize,
+    pub(crate) scale: f32,
+    pub(crate) captures: u64,
+}
+
+/// Attends for every item of the work list.
+pub(crate) fn decode_attention(
+    kernel: &Kernel,
+    stream: &Stream,
+    config: &LaunchConfig,
+    of: &Decode<'_>,
+) -> Result<(), CudaError> {
+    let shape = &of.shape;
+    check_cache(kernel, shape, of.k, of.v)?;
+    let row = shape.heads * shape.head_dim;
+    for (what, slice) in [("q", of.q), ("out", of.out)] {
+        here(kernel, what, slice)?;
+    }
+    check_rows("q", of.q, of.rows, row, of.q_row_stride)?;
+    check_rows("out", of.out, of.rows, row, row)?;
+    if let Some(lse) = of.lse {
+        here(kernel, "lse", lse)?;
+        at_least("lse", of.rows * shape.heads, lse.len())?;
+    }
+    let parts = (of.rows * shape.heads).saturating_mul(of.max_splits);
+    at_least("partial sums", parts.saturating_mul(shape.head_dim), of.partial.len())?;
+    at_least("partial maxima", parts.saturating_mul(2), of.partial_sums.len())?;
+    at_least("arrival counters", of.rows * shape.kv_heads, of.arrived.len())?;
+    aligned("partial sums", of.partial, 16)?;
+    aligned("partial maxima", of.partial_sums, 8)?;
+    let params = DecodeParams {
+        q: of.q.ptr(),
+        k: of.k.ptr(),
+        v: of.v.ptr(),
+        out: of.out.ptr(),
+        lse: of.lse.map_or(0, |lse| lse.ptr()),
+        items: of.items.ptr(),
+        n_items: of.n_items.ptr(),
+        partial: of.partial.ptr(),
+        partial_sums: of.partial_sums.ptr(),
+        arrived: of.arrived.ptr(),
+        paging: paging(kernel, shape, of.page_table, of.table)?,
+        q_row_stride: of.q_row_stride as i64,
+        rows: int("rows", of.rows)?,
+        heads: shape.heads as i32,
+        kv_heads: shape.kv_heads as i32,
+        group: shape.group() as i32,
+        max_splits: int("splits", of.max_splits)?,
+        scale: of.scale,
+        captures: of.captures,
+    };
+    // SAFETY: the items come from decode_plan with the same table and split counts (both are private to the object that
+    // made the kernel); the kernel skips rows past `rows`, and reads only pages that the table names. Lengths and
+    // alignment are checked above; `captures` is 0 or what the kernel's own functions captured.
+    unsafe { kernel.launch(stream, config, &params) }?;
+    Ok(())
+}
+
+/// What prefill_attention is given.
+pub(crate) struct Prefill<'a> {
+    pub(crate) shape: AttentionShape,
+    /// Every tile of the list lies within this many rows of Q, names a slot of the table and a position in it.
+    pub(crate) tokens: usize,
+    pub(crate) tiles: DeviceSlice<'a, PrefillTile>,
+    pub(crate) q: DeviceSlice<'a, bf16>,
+    pub(crate) q_token_stride: usize,
+    pub(crate) k: DeviceSlice<'a, bf16>,
+    pub(crate) v: DeviceSlice<'a, bf16>,
+    pub(crate) page_table: DeviceSlice<'a, i32>,
+    pub(crate) table: TableShape,
+    pub(crate) out: DeviceSlice<'a, bf16>,
+    pub(crate) lse: Option<DeviceSlice<'a, f32>>,
+    pub(crate) window: Option<usize>,
+    pub(crate) scale: f32,
+    pub(crate) captures: u64,
+    pub(crate) threads: u32,
+    pub(crate) shared_bytes: u32,
+}
+
+/// Attends for every tile of the list.
+pub(crate) fn prefill_attention(kernel: &Kernel, stream: &Stream, of: &Prefill<'_>) -> Result<(), CudaError> {
+    let shape = &of.shape;
+    check_cache(kernel, shape, of.k, of.v)?;
+    let row = shape.heads * shape.head_dim;
+    for (what, slice) in [("q", of.q), ("out", of.out)] {
+        here(kernel, what, slice)?;
+    }
+    here(kernel, "tiles", of.tiles)?;
+    check_rows("q", of.q, of.tokens, row, of.q_token_stride)?;
+    check_rows("out", of.out, of.tokens, row, row)?;
+    if let Some(lse) = of.lse {
+        here(kernel, "lse", lse)?;
+        at_least("lse", of.tokens * shape.heads, lse.len())?;
+    }
+    if of.tiles.is_empty() {
+        return Ok(());
+    }
+    let params = PrefillParams {
+        q: of.q.ptr(),
+        k: of.k.ptr(),
+        v: of.v.ptr(),
+        out: of.out.ptr(),
+        lse: of.lse.map_or(0, |lse| lse.ptr()),
+        tiles: of.tiles.ptr(),
+        paging: paging(kernel, shape, of.page_table, of.table)?,
+        q_token_stride: of.q_token_stride as i64,
+        out_token_stride: row as i64,
+        heads: shape.heads as i32,
+        group: shape.group() as i32,
+        window: of.window.map_or(0, |window| window.clamp(1, i32::MAX as usize) as i32),
+        scale: of.scale,
+        captures: of.captures,
+    };
+    let tiles = int("tiles", of.tiles.len())? as u32;
+    let config = LaunchConfig::with_dimensions([tiles, shape.kv_heads as u32, 1], [of.threads, 1, 1])
+        .dynamic_shared_bytes(of.shared_bytes);
+    // SAFETY: the tiles were checked when the list was made; lengths, strides and alignment are checked above;
+    // `captures` as in `decode_attention`.
+    unsafe { kernel.launch(stream, &config, &params) }?;
+    Ok(())
+}
+
+/// What flex_attention is given.
+pub(crate) struct Flex<'a> {
+    pub(crate) shape: AttentionShape,
+    /// `[batch, 4]`: row, queries, position, keys.
+    pub(crate) spans: DeviceSlice<'a, [i32; 4]>,
+    /// `[batch, mask_heads, q_blocks, 4]`: first entry, full, partial, 0.
+    pub(crate) lists: DeviceSlice<'a, [i32; 4]>,
+    /// `[.., 2]`: page, logical block.
+    pub(crate) entries: DeviceSlice<'a, [i32; 2]>,
+    pub(crate) mask_heads: usize,
+    pub(crate) q_blocks: usize,
+    pub(crate) block_q: usize,
+    pub(crate) block_m: usize,
+    /// Elements of Q and of the output that the mask's queries reach, checked by the caller against both.
+    pub(crate) q: DeviceSlice<'a, bf16>,
+    pub(crate) out: DeviceSlice<'a, bf16>,
+    pub(crate) lse: Option<DeviceSlice<'a, f32>>,
+    /// Batch, head, token.
+    pub(crate) q_strides: [usize; 3],
+    pub(crate) lse_strides: [usize; 3],
+    /// One past the last row of any batch row.
+    pub(crate) q_rows: usize,
+    pub(crate) k: DeviceSlice<'a, bf16>,
+    pub(crate) v: DeviceSlice<'a, bf16>,
+    pub(crate) scale: f32,
+    pub(crate) captures: u64,
+    pub(crate) threads: u32,
+    pub(crate) shared_bytes: u32,
+}
+
+/// Attends for every list of a block mask.
+pub(crate) fn flex_attention(kernel: &Kernel, stream: &Stream, of: &Flex<'_>) -> Result<(), CudaError> {
+    let shape = &of.shape;
+    check_cache(kernel, shape, of.k, of.v)?;
+    let batch = of.spans.len();
+    equal("block lists", batch.saturating_mul(of.mask_heads).saturating_mul(of.q_blocks), of.lists.len())?;
+    if of.lists.is_empty() || of.q_rows == 0 {
+        return Ok(());
+    }
+    let reach = |strides: [usize; 3], last: usize| {
+        let ends = [(batch - 1, strides[0]), (shape.heads - 1, strides[1]), (of.q_rows - 1, strides[2])];
+        ends.iter().fold(last, |sum, &(index, stride)| sum.saturating_add(index.saturating_mul(stride)))
+    };
+    for (what, slice) in [("q", of.q), ("out", of.out)] {
+        here(kernel, what, slice)?;
+        aligned(what, slice, 16)?;
+        if of.q_strides.iter().any(|stride| !stride.is_multiple_of(8)) {
+            return Err(CudaError::Misaligned { what, bytes: 16 });
+        }
+        at_least(what, reach(of.q_strides, shape.head_dim), slice.len())?;
+    }
+    if let Some(lse) = of.lse {
+        here(kernel, "lse", lse)?;
+        at_least("lse", reach(of.lse_strides, 1), lse.len())?;
+    }
+    here(kernel, "block lists", of.lists)?;
+    aligned("block entries", of.entries, 8)?;
+    if batch > MAX_GRID_YZ {
+        return Err(CudaError::TooMany { what: "batch rows", asked: batch, limit: MAX_GRID_YZ });
+    }
+    let tiles_per_block = of.block_q.div_ceil(of.block_m);
+    let params = FlexParams {
+        q: of.q.ptr(),
+        k: of.k.ptr(),
+        v: of.v.ptr(),
+        out: of.out.ptr(),
+        lse: of.lse.map_or(0, |lse| lse.ptr()),
+        spans: of.spans.ptr(),
+        lists: of.lists.ptr(),
+        entries: of.entries.ptr(),
+        head_stride: shape.head_stride() as i64,
+        q_strides: of.q_strides.map(|stride| stride as i64),
+        lse_strides: of.lse_strides.map(|stride| stride as i64),
+        group: shape.group() as i32,
+        mask_heads: int("heads of the mask", of.mask_heads)?,
+        q_blocks: int("query blocks", of.q_blocks)?,
+        block_q: int("query block size", of.block_q)?,
+        tiles_per_block: int("tiles of a query block", tiles_per_block)?,
+        block_granules_shift: shape.page_shift() - 4,
+        scale: of.scale,
+        reserved: 0,
+        captures: of.captures,
+    };
+    let tiles = int("tiles", of.q_blocks.saturating_mul(tiles_per_block))? as u32;
+    let config =
+        LaunchConfig::with_dimensions([tiles, shape.heads as u32, batch as u32], [of.threads, 1, 1])
+            .dynamic_shared_bytes(of.shared_bytes);
+    // SAFETY: lists and entries are those of one block mask, whose pages the caller compared with the cache; lengths,
+    // strides and alignment are checked above; `captures` as in `decode_attention`.
+    unsafe { kernel.launch(stream, &config, &params) }?;
+    Ok(())
+}
