@@ -133,19 +133,43 @@ pub(crate) struct TableShape {
 }
 
 fn equal(what: &'static str, expected: usize, found: usize) -> Result<(), CudaError> {
-    if expected == found { Ok(()) } else { Err(CudaError::Mismatch { what, expected, found }) }
+    if expected == found {
+        Ok(())
+    } else {
+        Err(CudaError::Mismatch {
+            what,
+            expected,
+            found,
+        })
+    }
 }
 
 fn at_least(what: &'static str, expected: usize, found: usize) -> Result<(), CudaError> {
-    if found >= expected { Ok(()) } else { Err(CudaError::Mismatch { what, expected, found }) }
+    if found >= expected {
+        Ok(())
+    } else {
+        Err(CudaError::Mismatch {
+            what,
+            expected,
+            found,
+        })
+    }
 }
 
 fn aligned<T: Pod>(what: &'static str, slice: DeviceSlice<'_, T>, bytes: u64) -> Result<(), CudaError> {
-    if slice.ptr().is_multiple_of(bytes) { Ok(()) } else { Err(CudaError::Misaligned { what, bytes }) }
+    if slice.ptr().is_multiple_of(bytes) {
+        Ok(())
+    } else {
+        Err(CudaError::Misaligned { what, bytes })
+    }
 }
 
 fn int(what: &'static str, value: usize) -> Result<i32, CudaError> {
-    i32::try_from(value).map_err(|_| CudaError::TooMany { what, asked: value, limit: i32::MAX as usize })
+    i32::try_from(value).map_err(|_| CudaError::TooMany {
+        what,
+        asked: value,
+        limit: i32::MAX as usize,
+    })
 }
 
 /// Slices must be of the kernel's device; the stream is checked by the launch.
@@ -204,7 +228,11 @@ fn check_rows(
     if rows == 0 {
         return Ok(());
     }
-    at_least(what, (rows - 1).saturating_mul(stride).saturating_add(row), slice.len())
+    at_least(
+        what,
+        (rows - 1).saturating_mul(stride).saturating_add(row),
+        slice.len(),
+    )
 }
 
 /// What decode_plan is given.
@@ -225,23 +253,38 @@ pub(crate) struct Plan<'a> {
 /// Makes the work list of `slots.len()` rows.
 pub(crate) fn decode_plan(kernel: &Kernel, stream: &Stream, plan: &Plan<'_>) -> Result<(), CudaError> {
     let rows = plan.slots.len();
-    for (what, slice) in
-        [("slots", plan.slots), ("lengths", plan.lengths), ("items", plan.items), ("item count", plan.n_items)]
-    {
+    for (what, slice) in [
+        ("slots", plan.slots),
+        ("lengths", plan.lengths),
+        ("items", plan.items),
+        ("item count", plan.n_items),
+    ] {
         here(kernel, what, slice)?;
     }
     equal("lengths", rows, plan.lengths.len())?;
     equal("item count", 1, plan.n_items.len())?;
-    at_least("items", rows.saturating_mul(plan.max_splits).saturating_mul(ITEM_WORDS), plan.items.len())?;
+    at_least(
+        "items",
+        rows.saturating_mul(plan.max_splits).saturating_mul(ITEM_WORDS),
+        plan.items.len(),
+    )?;
     aligned("items", plan.items, 16)?;
     if plan.min_split == 0 || plan.max_splits == 0 {
-        return Err(CudaError::Mismatch { what: "splits", expected: 1, found: 0 });
+        return Err(CudaError::Mismatch {
+            what: "splits",
+            expected: 1,
+            found: 0,
+        });
     }
     // Lengths are compared after an addition in the kernel, and a split may end past the longest row.
     let max_length = plan.table.max_pages.saturating_mul(plan.page_size);
     let limit = (i32::MAX / 4) as usize;
     if max_length > limit || plan.min_split > limit {
-        return Err(CudaError::TooMany { what: "tokens of a slot", asked: max_length.max(plan.min_split), limit });
+        return Err(CudaError::TooMany {
+            what: "tokens of a slot",
+            asked: max_length.max(plan.min_split),
+            limit,
+        });
     }
     let mut n_classes = 1;
     while (plan.min_split << (n_classes - 1)).saturating_mul(plan.max_splits) < max_length {
@@ -309,7 +352,11 @@ pub(crate) fn decode_attention(
         at_least("lse", of.rows * shape.heads, lse.len())?;
     }
     let parts = (of.rows * shape.heads).saturating_mul(of.max_splits);
-    at_least("partial sums", parts.saturating_mul(shape.head_dim), of.partial.len())?;
+    at_least(
+        "partial sums",
+        parts.saturating_mul(shape.head_dim),
+        of.partial.len(),
+    )?;
     at_least("partial maxima", parts.saturating_mul(2), of.partial_sums.len())?;
     at_least("arrival counters", of.rows * shape.kv_heads, of.arrived.len())?;
     aligned("partial sums", of.partial, 16)?;
@@ -393,7 +440,9 @@ pub(crate) fn prefill_attention(kernel: &Kernel, stream: &Stream, of: &Prefill<'
         out_token_stride: row as i64,
         heads: shape.heads as i32,
         group: shape.group() as i32,
-        window: of.window.map_or(0, |window| window.clamp(1, i32::MAX as usize) as i32),
+        window: of
+            .window
+            .map_or(0, |window| window.clamp(1, i32::MAX as usize) as i32),
         scale: of.scale,
         captures: of.captures,
     };
@@ -441,13 +490,23 @@ pub(crate) fn flex_attention(kernel: &Kernel, stream: &Stream, of: &Flex<'_>) ->
     let shape = &of.shape;
     check_cache(kernel, shape, of.k, of.v)?;
     let batch = of.spans.len();
-    equal("block lists", batch.saturating_mul(of.mask_heads).saturating_mul(of.q_blocks), of.lists.len())?;
+    equal(
+        "block lists",
+        batch.saturating_mul(of.mask_heads).saturating_mul(of.q_blocks),
+        of.lists.len(),
+    )?;
     if of.lists.is_empty() || of.q_rows == 0 {
         return Ok(());
     }
     let reach = |strides: [usize; 3], last: usize| {
-        let ends = [(batch - 1, strides[0]), (shape.heads - 1, strides[1]), (of.q_rows - 1, strides[2])];
-        ends.iter().fold(last, |sum, &(index, stride)| sum.saturating_add(index.saturating_mul(stride)))
+        let ends = [
+            (batch - 1, strides[0]),
+            (shape.heads - 1, strides[1]),
+            (of.q_rows - 1, strides[2]),
+        ];
+        ends.iter().fold(last, |sum, &(index, stride)| {
+            sum.saturating_add(index.saturating_mul(stride))
+        })
     };
     for (what, slice) in [("q", of.q), ("out", of.out)] {
         here(kernel, what, slice)?;
@@ -464,7 +523,11 @@ pub(crate) fn flex_attention(kernel: &Kernel, stream: &Stream, of: &Flex<'_>) ->
     here(kernel, "block lists", of.lists)?;
     aligned("block entries", of.entries, 8)?;
     if batch > MAX_GRID_YZ {
-        return Err(CudaError::TooMany { what: "batch rows", asked: batch, limit: MAX_GRID_YZ });
+        return Err(CudaError::TooMany {
+            what: "batch rows",
+            asked: batch,
+            limit: MAX_GRID_YZ,
+        });
     }
     let tiles_per_block = of.block_q.div_ceil(of.block_m);
     let params = FlexParams {
@@ -490,9 +553,8 @@ pub(crate) fn flex_attention(kernel: &Kernel, stream: &Stream, of: &Flex<'_>) ->
         captures: of.captures,
     };
     let tiles = int("tiles", of.q_blocks.saturating_mul(tiles_per_block))? as u32;
-    let config =
-        LaunchConfig::with_dimensions([tiles, shape.heads as u32, batch as u32], [of.threads, 1, 1])
-            .dynamic_shared_bytes(of.shared_bytes);
+    let config = LaunchConfig::with_dimensions([tiles, shape.heads as u32, batch as u32], [of.threads, 1, 1])
+        .dynamic_shared_bytes(of.shared_bytes);
     // SAFETY: lists and entries are those of one block mask, whose pages the caller compared with the cache; lengths,
     // strides and alignment are checked above; `captures` as in `decode_attention`.
     unsafe { kernel.launch(stream, &config, &params) }?;

@@ -4,8 +4,12 @@
 
 pub mod attention;
 pub mod codegen;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 pub mod expr;
+#[cfg(feature = "cuda")]
+mod launch;
 mod mask;
 mod mask_mod;
 pub mod reference;

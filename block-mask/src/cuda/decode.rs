@@ -98,24 +98,46 @@ impl DecodeAttention {
         let available = device.info().shared_bytes_per_block;
         if shared > available {
             let why = format!("{shared} bytes of shared memory are needed, a block has {available}");
-            return Err(CudaError::OptionRefused { option: "stages", why });
+            return Err(CudaError::OptionRefused {
+                option: "stages",
+                why,
+            });
         }
         let max_length = limits.max_pages_per_slot.saturating_mul(shape.page_size);
-        let max_splits = max_length.div_ceil(options.min_split).clamp(1, options.max_splits);
+        let max_splits = max_length
+            .div_ceil(options.min_split)
+            .clamp(1, options.max_splits);
         // A window's first split may start up to 15 tokens early, which can make one more.
-        let max_splits = if window.is_some() { (max_splits + 1).min(options.max_splits) } else { max_splits };
-        let parts = limits.max_rows.checked_mul(shape.heads).and_then(|x| x.checked_mul(max_splits));
-        let partial = parts.and_then(|parts| parts.checked_mul(shape.head_dim)).ok_or(CudaError::TooMany {
-            what: "rows of a step",
-            asked: limits.max_rows,
-            limit: usize::MAX / (shape.heads * max_splits * shape.head_dim),
-        })?;
-        let plan = compiler.load(device, &decode_plan_spec())?.kernel("decode_plan")?;
-        let kernel =
-            compiler.load(device, &decode_spec(&shape, &options, &functions))?.kernel("decode_attention")?;
+        let max_splits = if window.is_some() {
+            (max_splits + 1).min(options.max_splits)
+        } else {
+            max_splits
+        };
+        let parts = limits
+            .max_rows
+            .checked_mul(shape.heads)
+            .and_then(|x| x.checked_mul(max_splits));
+        let partial =
+            parts
+                .and_then(|parts| parts.checked_mul(shape.head_dim))
+                .ok_or(CudaError::TooMany {
+                    what: "rows of a step",
+                    asked: limits.max_rows,
+                    limit: usize::MAX / (shape.heads * max_splits * shape.head_dim),
+                })?;
+        let plan = compiler
+            .load(device, &decode_plan_spec())?
+            .kernel("decode_plan")?;
+        let kernel = compiler
+            .load(device, &decode_spec(&shape, &options, &functions))?
+            .kernel("decode_attention")?;
         let threads = options.warps as u32 * 32;
         let resident = kernel.blocks_per_multiprocessor(threads, shared as u32)?.max(1);
-        let most = limits.max_rows.saturating_mul(max_splits).saturating_mul(shape.kv_heads).max(1);
+        let most = limits
+            .max_rows
+            .saturating_mul(max_splits)
+            .saturating_mul(shape.kv_heads)
+            .max(1);
         let blocks = (resident * device.info().multiprocessors).min(u32::try_from(most).unwrap_or(u32::MAX));
         let workspace = Workspace {
             items: DeviceBuffer::zeroed(device, limits.max_rows * max_splits * ITEM_WORDS)?,
@@ -156,7 +178,11 @@ impl DecodeAttention {
     ) -> Result<DecodePlan<'_>, CudaError> {
         let (rows, limit) = (slots.len(), self.limits.max_rows);
         if rows > limit {
-            return Err(CudaError::TooMany { what: "rows of a step", asked: rows, limit });
+            return Err(CudaError::TooMany {
+                what: "rows of a step",
+                asked: rows,
+                limit,
+            });
         }
         stream.keep(&self.workspace);
         launch::decode_plan(
@@ -175,7 +201,10 @@ impl DecodeAttention {
                 window: self.window,
             },
         )?;
-        Ok(DecodePlan { attention: self, rows })
+        Ok(DecodePlan {
+            attention: self,
+            rows,
+        })
     }
 
     /// The options it was made with.
@@ -189,7 +218,10 @@ impl DecodeAttention {
     }
 
     fn table(&self) -> TableShape {
-        TableShape { n_slots: self.limits.n_slots, max_pages: self.limits.max_pages_per_slot }
+        TableShape {
+            n_slots: self.limits.n_slots,
+            max_pages: self.limits.max_pages_per_slot,
+        }
     }
 }
 

@@ -41,13 +41,21 @@ impl DeviceBlockMask {
     pub fn new(stream: &Stream, mask: &BlockMask<Physical>) -> Result<DeviceBlockMask, CudaError> {
         let shape = mask.shape();
         let int = |what, value: usize| {
-            i32::try_from(value).map_err(|_| CudaError::TooMany { what, asked: value, limit: i32::MAX as usize })
+            i32::try_from(value).map_err(|_| CudaError::TooMany {
+                what,
+                asked: value,
+                limit: i32::MAX as usize,
+            })
         };
         int("blocks of a mask", mask.n_blocks())?;
         let (mut lists, mut entries, mut spans) = (Vec::new(), Vec::new(), Vec::new());
         let mut all_start_full = true;
         for b in 0..shape.batch {
-            let span = mask.queries(b).unwrap_or(crate::QuerySpan { row: 0, len: 0, position: 0 });
+            let span = mask.queries(b).unwrap_or(crate::QuerySpan {
+                row: 0,
+                len: 0,
+                position: 0,
+            });
             spans.push([
                 int("query rows", span.row.saturating_add(span.len)).map(|_| span.row as i32)?,
                 int("queries", span.len)?,
@@ -115,12 +123,20 @@ pub struct QueryLayout {
 impl QueryLayout {
     /// `[rows, heads, head_dim]`, for packed masks. The log-sum-exp is `[rows, heads]`.
     pub fn packed(heads: usize, head_dim: usize) -> QueryLayout {
-        QueryLayout { batch_stride: 0, head_stride: head_dim, row_stride: heads * head_dim }
+        QueryLayout {
+            batch_stride: 0,
+            head_stride: head_dim,
+            row_stride: heads * head_dim,
+        }
     }
 
     /// `[batch, heads, len, head_dim]`. The log-sum-exp is `[batch, heads, len]`.
     pub fn batched(heads: usize, len: usize, head_dim: usize) -> QueryLayout {
-        QueryLayout { batch_stride: heads * len * head_dim, head_stride: len * head_dim, row_stride: head_dim }
+        QueryLayout {
+            batch_stride: heads * len * head_dim,
+            head_stride: len * head_dim,
+            row_stride: head_dim,
+        }
     }
 }
 
@@ -172,14 +188,23 @@ impl FlexAttention {
         options.check(&shape, scale)?;
         if options.rows_guaranteed_safe && score_mod.is_some() {
             let why = "a score function can make every score −∞".to_owned();
-            return Err(CudaError::OptionRefused { option: "rows_guaranteed_safe", why });
+            return Err(CudaError::OptionRefused {
+                option: "rows_guaranteed_safe",
+                why,
+            });
         }
         check_shared(device, &shape, &options)?;
         let functions = Functions::new(stream, Some(mask_mod), score_mod)?;
         let kernel = compiler
             .load(device, &flex_spec(shape.head_dim, &options, &functions))?
             .kernel("flex_attention")?;
-        Ok(FlexAttention { shape, options, functions, scale, kernel })
+        Ok(FlexAttention {
+            shape,
+            options,
+            functions,
+            scale,
+            kernel,
+        })
     }
 
     /// Attends, in one launch; does not wait.
@@ -195,20 +220,38 @@ impl FlexAttention {
             return Err(crate::Error::PageSize { block_kv, page_size }.into());
         }
         if let Some(page) = mask.largest_page.filter(|&page| page >= shape.n_pages) {
-            return Err(crate::Error::PageOutOfRange { page, n_pages: shape.n_pages }.into());
+            return Err(crate::Error::PageOutOfRange {
+                page,
+                n_pages: shape.n_pages,
+            }
+            .into());
         }
         if mask.mask_heads != 1 && mask.mask_heads != shape.heads {
             let (expected, found) = (shape.heads, mask.mask_heads);
-            return Err(CudaError::Mismatch { what: "heads of the mask", expected, found });
+            return Err(CudaError::Mismatch {
+                what: "heads of the mask",
+                expected,
+                found,
+            });
         }
         if self.options.rows_guaranteed_safe && !mask.rows_are_safe(self.options.block_n) {
             let why = "a row of this mask may see no key of its first block".to_owned();
-            return Err(CudaError::OptionRefused { option: "rows_guaranteed_safe", why });
+            return Err(CudaError::OptionRefused {
+                option: "rows_guaranteed_safe",
+                why,
+            });
         }
-        let QueryLayout { batch_stride, head_stride, row_stride } = args.layout;
+        let QueryLayout {
+            batch_stride,
+            head_stride,
+            row_stride,
+        } = args.layout;
         let (heads, rows) = (shape.heads, mask.q_rows);
-        let (batch_stride, lse_strides) =
-            if mask.packed { (0, [0, 1, heads]) } else { (batch_stride, [heads * rows, rows, 1]) };
+        let (batch_stride, lse_strides) = if mask.packed {
+            (0, [0, 1, heads])
+        } else {
+            (batch_stride, [heads * rows, rows, 1])
+        };
         let flex = Flex {
             shape: *shape,
             spans: mask.spans.as_slice(),

@@ -36,7 +36,11 @@ impl Functions {
     ///
     /// # Errors
     /// [`CudaError::Cuda`]. Panics: none.
-    pub fn new(stream: &Stream, mask: Option<&MaskMod>, score: Option<&ScoreMod>) -> Result<Functions, CudaError> {
+    pub fn new(
+        stream: &Stream,
+        mask: Option<&MaskMod>,
+        score: Option<&ScoreMod>,
+    ) -> Result<Functions, CudaError> {
         if mask.is_none() && score.is_none() {
             return Ok(Functions::none());
         }
@@ -44,10 +48,16 @@ impl Functions {
         let source = cuda_source(mask.unwrap_or(&all), score);
         let mut buffers = Vec::new();
         for ints in &source.ints {
-            buffers.push(DeviceBuffer::from_slice(stream, bytemuck::cast_slice(ints.values()))?);
+            buffers.push(DeviceBuffer::from_slice(
+                stream,
+                bytemuck::cast_slice(ints.values()),
+            )?);
         }
         for floats in &source.floats {
-            buffers.push(DeviceBuffer::from_slice(stream, bytemuck::cast_slice(floats.values()))?);
+            buffers.push(DeviceBuffer::from_slice(
+                stream,
+                bytemuck::cast_slice(floats.values()),
+            )?);
         }
         let addresses: Vec<u64> = buffers.iter().map(DeviceBuffer::ptr).collect();
         let bytes = source.captures_bytes(&addresses).unwrap_or_default();
@@ -56,7 +66,10 @@ impl Functions {
             code: source.code,
             mask: mask.is_some(),
             score: score.is_some(),
-            memory: Some(Arc::new(Memory { captures, _buffers: buffers })),
+            memory: Some(Arc::new(Memory {
+                captures,
+                _buffers: buffers,
+            })),
         })
     }
 
@@ -64,7 +77,12 @@ impl Functions {
     pub(crate) fn text_only(mask: Option<&MaskMod>, score: Option<&ScoreMod>) -> Functions {
         let all = MaskMod::all();
         let code = cuda_source(mask.unwrap_or(&all), score).code;
-        Functions { code, mask: mask.is_some(), score: score.is_some(), memory: None }
+        Functions {
+            code,
+            mask: mask.is_some(),
+            score: score.is_some(),
+            memory: None,
+        }
     }
 
     /// Whether there is a mask function.

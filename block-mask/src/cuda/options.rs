@@ -27,18 +27,34 @@ impl DecodeOptions {
         let fits = |&(warps, stages, blocks): &(usize, usize, usize)| {
             let options = DecodeOptions::of(warps, stages, blocks);
             let bytes = options.shared_bytes(shape);
-            bytes <= info.shared_bytes_per_block && (bytes + 1024) * blocks <= info.shared_bytes_per_multiprocessor
+            bytes <= info.shared_bytes_per_block
+                && (bytes + 1024) * blocks <= info.shared_bytes_per_multiprocessor
         };
-        let (warps, stages, blocks) = DECODE_FORMS.iter().copied().find(|form| fits(form)).unwrap_or((2, 2, 1));
+        let (warps, stages, blocks) = DECODE_FORMS
+            .iter()
+            .copied()
+            .find(|form| fits(form))
+            .unwrap_or((2, 2, 1));
         DecodeOptions::of(warps, stages, blocks)
     }
 
     pub(crate) fn of(warps: usize, stages: usize, blocks_per_multiprocessor: usize) -> DecodeOptions {
-        DecodeOptions { warps, stages, blocks_per_multiprocessor, min_split: 128, max_splits: 32 }
+        DecodeOptions {
+            warps,
+            stages,
+            blocks_per_multiprocessor,
+            min_split: 128,
+            max_splits: 32,
+        }
     }
 
     pub(crate) fn check(&self) -> Result<(), CudaError> {
-        let refuse = |option, why: &str| Err(CudaError::OptionRefused { option, why: why.to_owned() });
+        let refuse = |option, why: &str| {
+            Err(CudaError::OptionRefused {
+                option,
+                why: why.to_owned(),
+            })
+        };
         if ![1, 2, 4, 8].contains(&self.warps) {
             return refuse("warps", "1, 2, 4 and 8 are possible");
         }
@@ -50,7 +66,10 @@ impl DecodeOptions {
         }
         // A split that starts inside a granule would read another granule's page.
         if !self.min_split.is_multiple_of(16) || !(16..=1 << 20).contains(&self.min_split) {
-            return refuse("min_split", "it must be a multiple of 16 between 16 and 1,048,576");
+            return refuse(
+                "min_split",
+                "it must be a multiple of 16 between 16 and 1,048,576",
+            );
         }
         if !(1..=256).contains(&self.max_splits) {
             return refuse("max_splits", "1 to 256 are possible");
@@ -120,10 +139,16 @@ impl TileOptions {
             return refuse("block_n", "32, 64 and 128 are possible".to_owned());
         }
         if ![4, 8].contains(&self.warps) || ![16, 32].contains(&(self.block_m / self.warps)) {
-            return refuse("warps", "4 and 8 are possible, with 16 or 32 rows each".to_owned());
+            return refuse(
+                "warps",
+                "4 and 8 are possible, with 16 or 32 rows each".to_owned(),
+            );
         }
         if self.warps * 32 > self.block_n * shape.head_dim / 8 {
-            return refuse("warps", "more threads than 16-byte words in a block of keys".to_owned());
+            return refuse(
+                "warps",
+                "more threads than 16-byte words in a block of keys".to_owned(),
+            );
         }
         if ![1, 2].contains(&self.stages) {
             return refuse("stages", "1 and 2 are possible".to_owned());
@@ -134,13 +159,20 @@ impl TileOptions {
         // A power of two has an empty mantissa: then the product of every bf16 with it is exact.
         let exact = scale.is_normal() && scale.to_bits() & 0x007f_ffff == 0;
         if self.prescale_qk && !exact {
-            return refuse("prescale_qk", format!("the scale {scale} is no power of two, Q would be rounded again"));
+            return refuse(
+                "prescale_qk",
+                format!("the scale {scale} is no power of two, Q would be rounded again"),
+            );
         }
         Ok(())
     }
 
     /// Refuses `rows_guaranteed_safe` for reasons that are known when the kernel is made.
-    pub(crate) fn check_rows_safe(&self, functions: &Functions, window: Option<usize>) -> Result<(), CudaError> {
+    pub(crate) fn check_rows_safe(
+        &self,
+        functions: &Functions,
+        window: Option<usize>,
+    ) -> Result<(), CudaError> {
         let why = if !self.rows_guaranteed_safe {
             return Ok(());
         } else if functions.has_mask() {
@@ -152,7 +184,10 @@ impl TileOptions {
         } else {
             return Ok(());
         };
-        Err(CudaError::OptionRefused { option: "rows_guaranteed_safe", why: why.to_owned() })
+        Err(CudaError::OptionRefused {
+            option: "rows_guaranteed_safe",
+            why: why.to_owned(),
+        })
     }
 
     /// Dynamic shared memory of a block; in step with prefill_attention.cuh.

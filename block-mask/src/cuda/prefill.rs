@@ -110,7 +110,13 @@ impl PrefillAttention {
             .load(device, &prefill_spec(shape.head_dim, &options, &functions))?
             .kernel("prefill_attention")?;
         let stages = (0..STAGES)
-            .map(|_| Ok((PinnedBuffer::zeroed(device, max_tiles)?, Event::without_timing(device)?, false)))
+            .map(|_| {
+                Ok((
+                    PinnedBuffer::zeroed(device, max_tiles)?,
+                    Event::without_timing(device)?,
+                    false,
+                ))
+            })
             .collect::<Result<Vec<_>, CudaError>>()?;
         Ok(PrefillAttention {
             shape,
@@ -133,18 +139,33 @@ impl PrefillAttention {
     /// [`CudaError::TooMany`] beyond the limits or the table, [`CudaError::Cuda`]. Panics: none.
     pub fn plan(&mut self, stream: &Stream, chunks: &[PrefillChunk]) -> Result<PrefillPlan<'_>, CudaError> {
         let limits = &self.limits;
-        let max_len = limits.max_pages_per_slot.saturating_mul(self.shape.page_size).min(i32::MAX as usize / 2);
+        let max_len = limits
+            .max_pages_per_slot
+            .saturating_mul(self.shape.page_size)
+            .min(i32::MAX as usize / 2);
         let within = |what, asked, limit| {
-            if asked <= limit { Ok(()) } else { Err(CudaError::TooMany { what, asked, limit }) }
+            if asked <= limit {
+                Ok(())
+            } else {
+                Err(CudaError::TooMany { what, asked, limit })
+            }
         };
         within("chunks of a step", chunks.len(), limits.max_chunks)?;
         let mut tokens = 0;
         self.list.clear();
         for (index, chunk) in chunks.iter().enumerate() {
             let end = chunk.q_start.saturating_add(chunk.q_len);
-            within("query rows of a step", end, limits.max_tokens.min(i32::MAX as usize / 16))?;
+            within(
+                "query rows of a step",
+                end,
+                limits.max_tokens.min(i32::MAX as usize / 16),
+            )?;
             within("slot", chunk.slot.index(), limits.n_slots.saturating_sub(1))?;
-            within("tokens of a slot", chunk.position.saturating_add(chunk.q_len), max_len)?;
+            within(
+                "tokens of a slot",
+                chunk.position.saturating_add(chunk.q_len),
+                max_len,
+            )?;
             tokens = tokens.max(end);
             let rows = chunk.q_len * self.shape.group();
             let tile = |first_row: usize| PrefillTile {
@@ -156,7 +177,8 @@ impl PrefillAttention {
                 chunk: index as i32,
                 reserved: [0; 2],
             };
-            self.list.extend((0..rows).step_by(self.options.block_m).map(tile));
+            self.list
+                .extend((0..rows).step_by(self.options.block_m).map(tile));
         }
         // Overlapping chunks can name more tiles than there are rows.
         within("tiles of a step", self.list.len(), self.tiles.len())?;
@@ -175,7 +197,11 @@ impl PrefillAttention {
             stream.record(copied)?;
             *used = true;
         }
-        Ok(PrefillPlan { attention: self, tokens, tiles })
+        Ok(PrefillPlan {
+            attention: self,
+            tokens,
+            tiles,
+        })
     }
 
     /// The options it was made with; `rows_guaranteed_safe` is set by itself where it is.
@@ -185,13 +211,20 @@ impl PrefillAttention {
 }
 
 /// Refuses options whose tiles do not fit a block's shared memory.
-pub(super) fn check_shared(device: &Device, shape: &AttentionShape, options: &TileOptions) -> Result<(), CudaError> {
+pub(super) fn check_shared(
+    device: &Device,
+    shape: &AttentionShape,
+    options: &TileOptions,
+) -> Result<(), CudaError> {
     let (needed, available) = (options.shared_bytes(shape), device.info().shared_bytes_per_block);
     if needed <= available {
         return Ok(());
     }
     let why = format!("{needed} bytes of shared memory are needed, a block has {available}");
-    Err(CudaError::OptionRefused { option: "block_m, block_n and stages", why })
+    Err(CudaError::OptionRefused {
+        option: "block_m, block_n and stages",
+        why,
+    })
 }
 
 impl std::fmt::Debug for PrefillAttention {
@@ -233,7 +266,10 @@ impl PrefillPlan<'_> {
             k: args.k,
             v: args.v,
             page_table: args.page_table,
-            table: TableShape { n_slots: of.limits.n_slots, max_pages: of.limits.max_pages_per_slot },
+            table: TableShape {
+                n_slots: of.limits.n_slots,
+                max_pages: of.limits.max_pages_per_slot,
+            },
             out: args.out,
             lse: args.lse,
             window: of.window,

@@ -48,16 +48,35 @@ impl AttentionShape {
             return refuse("head_dim", self.head_dim, "64 and 128 are possible");
         }
         if !self.page_size.is_power_of_two() || !(16..=256).contains(&self.page_size) {
-            return refuse("the page size", self.page_size, "16, 32, 64, 128 and 256 are possible");
+            return refuse(
+                "the page size",
+                self.page_size,
+                "16, 32, 64, 128 and 256 are possible",
+            );
         }
         if self.kv_heads == 0 || self.kv_heads > 65_535 {
-            return refuse("the number of KV heads", self.kv_heads, "1 to 65,535 are possible");
+            return refuse(
+                "the number of KV heads",
+                self.kv_heads,
+                "1 to 65,535 are possible",
+            );
         }
-        if self.heads > 65_535 || !self.heads.is_multiple_of(self.kv_heads) || !(1..=16).contains(&self.group()) {
-            return refuse("the number of heads", self.heads, "1 to 16 for each KV head are possible");
+        if self.heads > 65_535
+            || !self.heads.is_multiple_of(self.kv_heads)
+            || !(1..=16).contains(&self.group())
+        {
+            return refuse(
+                "the number of heads",
+                self.heads,
+                "1 to 16 for each KV head are possible",
+            );
         }
         if self.n_pages == 0 || self.n_pages > i32::MAX as usize / self.page_size {
-            return refuse("the number of pages", self.n_pages, "1 to 2³¹ tokens in all are possible");
+            return refuse(
+                "the number of pages",
+                self.n_pages,
+                "1 to 2³¹ tokens in all are possible",
+            );
         }
         Ok(())
     }

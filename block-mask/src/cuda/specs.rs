@@ -37,20 +37,49 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
     let mut specs = vec![decode_plan_spec()];
     for head_dim in [64, 128] {
         for group in [8, 16] {
-            let shape = AttentionShape { heads: group, kv_heads: 1, head_dim, page_size: 16, n_pages: 1 };
+            let shape = AttentionShape {
+                heads: group,
+                kv_heads: 1,
+                head_dim,
+                page_size: 16,
+                n_pages: 1,
+            };
             for (warps, stages, blocks) in DECODE_FORMS {
-                specs.push(decode_spec(&shape, &DecodeOptions::of(warps, stages, blocks), &none));
+                specs.push(decode_spec(
+                    &shape,
+                    &DecodeOptions::of(warps, stages, blocks),
+                    &none,
+                ));
             }
         }
         for block_m in [64, 128] {
-            let options = TileOptions { block_m, ..TileOptions::default() };
+            let options = TileOptions {
+                block_m,
+                ..TileOptions::default()
+            };
             specs.push(prefill_spec(head_dim, &options, &none));
-            specs.push(prefill_spec(head_dim, &TileOptions { rows_guaranteed_safe: true, ..options }, &none));
+            specs.push(prefill_spec(
+                head_dim,
+                &TileOptions {
+                    rows_guaranteed_safe: true,
+                    ..options
+                },
+                &none,
+            ));
             specs.push(flex_spec(head_dim, &options, &none));
         }
-        let shape = AttentionShape { heads: 8, kv_heads: 1, head_dim, page_size: 16, n_pages: 1 };
+        let shape = AttentionShape {
+            heads: 8,
+            kv_heads: 1,
+            head_dim,
+            page_size: 16,
+            n_pages: 1,
+        };
         let functions = sample_functions();
-        let options = TileOptions { block_m: 64, ..TileOptions::default() };
+        let options = TileOptions {
+            block_m: 64,
+            ..TileOptions::default()
+        };
         specs.push(decode_spec(&shape, &DecodeOptions::of(4, 3, 2), &functions));
         specs.push(prefill_spec(head_dim, &options, &functions));
         specs.push(flex_spec(head_dim, &options, &functions));
@@ -73,9 +102,18 @@ pub(crate) fn decode_plan_spec() -> KernelSpec {
         .entry("decode_plan", Limits::registers(48))
 }
 
-pub(crate) fn decode_spec(shape: &AttentionShape, options: &DecodeOptions, functions: &Functions) -> KernelSpec {
+pub(crate) fn decode_spec(
+    shape: &AttentionShape,
+    options: &DecodeOptions,
+    functions: &Functions,
+) -> KernelSpec {
     let (head_dim, tiles) = (shape.head_dim, DecodeOptions::head_tiles(shape));
-    let DecodeOptions { warps, stages, blocks_per_multiprocessor: blocks, .. } = *options;
+    let DecodeOptions {
+        warps,
+        stages,
+        blocks_per_multiprocessor: blocks,
+        ..
+    } = *options;
     let name = format!("decode_attention<{head_dim},{tiles}> {warps} warps {stages} stages {blocks} blocks");
     // Two blocks of 128 threads fit with up to 255 registers; what is above these limits would be a regression.
     let limits = Limits::registers(match (head_dim, tiles) {
@@ -83,21 +121,36 @@ pub(crate) fn decode_spec(shape: &AttentionShape, options: &DecodeOptions, funct
         (128, 1) => 224,
         _ => 255,
     });
-    with_functions(KernelSpec::new(name, include_str!("../../kernels/decode_attention.cu")), functions)
-        .define("HEAD_DIM", head_dim)
-        .define("N_TILES", tiles)
-        .define("WARPS", warps)
-        .define("STAGES", stages)
-        .define("BLOCKS_PER_SM", blocks)
-        .entry("decode_attention", limits)
+    with_functions(
+        KernelSpec::new(name, include_str!("../../kernels/decode_attention.cu")),
+        functions,
+    )
+    .define("HEAD_DIM", head_dim)
+    .define("N_TILES", tiles)
+    .define("WARPS", warps)
+    .define("STAGES", stages)
+    .define("BLOCKS_PER_SM", blocks)
+    .entry("decode_attention", limits)
 }
 
 pub(crate) fn prefill_spec(head_dim: usize, options: &TileOptions, functions: &Functions) -> KernelSpec {
-    tile_spec("prefill_attention", include_str!("../../kernels/prefill_attention.cu"), head_dim, options, functions)
+    tile_spec(
+        "prefill_attention",
+        include_str!("../../kernels/prefill_attention.cu"),
+        head_dim,
+        options,
+        functions,
+    )
 }
 
 pub(crate) fn flex_spec(head_dim: usize, options: &TileOptions, functions: &Functions) -> KernelSpec {
-    tile_spec("flex_attention", include_str!("../../kernels/flex_attention.cu"), head_dim, options, functions)
+    tile_spec(
+        "flex_attention",
+        include_str!("../../kernels/flex_attention.cu"),
+        head_dim,
+        options,
+        functions,
+    )
 }
 
 fn tile_spec(
@@ -107,14 +160,25 @@ fn tile_spec(
     options: &TileOptions,
     functions: &Functions,
 ) -> KernelSpec {
-    let TileOptions { block_m, block_n, warps, stages, blocks_per_multiprocessor: blocks, .. } = *options;
+    let TileOptions {
+        block_m,
+        block_n,
+        warps,
+        stages,
+        blocks_per_multiprocessor: blocks,
+        ..
+    } = *options;
     let safe = if options.rows_guaranteed_safe { " safe" } else { "" };
     let prescale = if options.prescale_qk { " prescaled" } else { "" };
     let name = format!(
         "{kernel}<{head_dim}> {block_m}x{block_n} {warps} warps {stages} stages {blocks} blocks{safe}{prescale}"
     );
     // 32 rows of 128 elements a warp take every register; a few words spilled outside the loop cost nothing.
-    let limits = Limits { spill_bytes: 160, stack_bytes: 64, ..Limits::registers(255) };
+    let limits = Limits {
+        spill_bytes: 160,
+        stack_bytes: 64,
+        ..Limits::registers(255)
+    };
     with_functions(KernelSpec::new(name, source), functions)
         .define("HEAD_DIM", head_dim)
         .define("BLOCK_M", block_m)
@@ -128,7 +192,10 @@ fn tile_spec(
 }
 
 fn with_functions(mut spec: KernelSpec, functions: &Functions) -> KernelSpec {
-    let text = Header { name: "mods_source.cuh".into(), text: functions.code().to_owned().into() };
+    let text = Header {
+        name: "mods_source.cuh".into(),
+        text: functions.code().to_owned().into(),
+    };
     let suffix = match (functions.has_mask(), functions.has_score()) {
         (false, false) => "",
         (true, false) => " mask function",
