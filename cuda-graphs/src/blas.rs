@@ -17,6 +17,10 @@ const COMPUTE_F32: c_int = 68;
 const OPERATION_TRANSPOSE: c_int = 1;
 const DESC_TRANSPOSE_A: c_int = 3;
 const PREFERENCE_WORKSPACE: c_int = 1;
+const PREFERENCE_REDUCTIONS: c_int = 3;
+/// Partial sums of a split product are kept in f32. The other schemes keep them in the output's type, which for bf16
+/// would round each of them.
+const REDUCTION_IN_F32: u32 = 2;
 /// Four consecutive attributes, for A, B, C and D.
 const PREFERENCE_ALIGNMENT_A: c_int = 5;
 /// What every operand's address is a multiple of.
@@ -295,29 +299,19 @@ impl Product {
             raw,
             destroy: lt.preference_destroy,
         };
-        let workspace = workspace as u64;
-        // SAFETY: the attribute is a 64-bit integer.
-        let status = unsafe {
-            (lt.preference_set)(
-                preference.raw,
-                PREFERENCE_WORKSPACE,
-                (&raw const workspace).cast(),
-                8,
-            )
+        let set = |attribute: c_int, value: &[u8]| {
+            // SAFETY: the attribute has as many bytes as the value.
+            let status =
+                unsafe { (lt.preference_set)(preference.raw, attribute, value.as_ptr().cast(), value.len()) };
+            lt.check("cublasLtMatmulPreferenceSetAttribute", &self.name, status)
         };
-        lt.check("cublasLtMatmulPreferenceSetAttribute", &self.name, status)?;
+        set(PREFERENCE_WORKSPACE, &(workspace as u64).to_ne_bytes())?;
+        set(PREFERENCE_REDUCTIONS, &REDUCTION_IN_F32.to_ne_bytes())?;
         for operand in 0..4 {
-            let bytes = ALIGNMENT as u32;
-            // SAFETY: the attributes are 32-bit integers.
-            let status = unsafe {
-                (lt.preference_set)(
-                    preference.raw,
-                    PREFERENCE_ALIGNMENT_A + operand,
-                    (&raw const bytes).cast(),
-                    4,
-                )
-            };
-            lt.check("cublasLtMatmulPreferenceSetAttribute", &self.name, status)?;
+            set(
+                PREFERENCE_ALIGNMENT_A + operand,
+                &(ALIGNMENT as u32).to_ne_bytes(),
+            )?;
         }
         let mut found = vec![Heuristic::EMPTY; most];
         let mut count = 0;
@@ -338,7 +332,7 @@ impl Product {
         };
         lt.check("cublasLtMatmulAlgoGetHeuristic", &self.name, status)?;
         found.truncate(count.max(0) as usize);
-        found.retain(|result| result.state == 0 && result.workspace as u64 <= workspace);
+        found.retain(|result| result.state == 0 && result.workspace <= workspace);
         Ok(found)
     }
 
@@ -414,3 +408,45 @@ static OPERATION_TRANSPOSE_VALUE: c_int = OPERATION_TRANSPOSE;
 
 // Both cross the FFI boundary by address.
 const _: () = assert!(size_of::<Algorithm>() == 64 && size_of::<Heuristic>() == 96);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cudarc::cublaslt::sys;
+
+    #[test]
+    fn numbers_and_layouts_are_those_of_the_bindings() {
+        use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+        assert_eq!(TYPE_F32, sys::cudaDataType_t::CUDA_R_32F as c_int);
+        assert_eq!(TYPE_BF16, sys::cudaDataType_t::CUDA_R_16BF as c_int);
+        assert_eq!(COMPUTE_F32, sys::cublasComputeType_t::CUBLAS_COMPUTE_32F as c_int);
+        let transpose_a = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+        assert_eq!(DESC_TRANSPOSE_A, transpose_a as c_int);
+        let workspace = Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        assert_eq!(PREFERENCE_WORKSPACE, workspace as c_int);
+        let reductions = Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
+        assert_eq!(PREFERENCE_REDUCTIONS, reductions as c_int);
+        for (operand, attribute) in [
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            assert_eq!(PREFERENCE_ALIGNMENT_A + operand as c_int, attribute as c_int);
+        }
+        let in_f32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+        assert_eq!(REDUCTION_IN_F32, in_f32 as u32);
+        assert_eq!(size_of::<Algorithm>(), size_of::<sys::cublasLtMatmulAlgo_t>());
+        assert_eq!(
+            size_of::<Heuristic>(),
+            size_of::<sys::cublasLtMatmulHeuristicResult_t>()
+        );
+        assert_eq!(
+            std::mem::offset_of!(Heuristic, state),
+            std::mem::offset_of!(sys::cublasLtMatmulHeuristicResult_t, state)
+        );
+    }
+}

@@ -1,0 +1,139 @@
+#!/usr/bin/env bash
+# Runs the tests that need an NVIDIA GPU and prints one summary.
+#
+#   scripts/gpu-tests.sh [options]
+#     --bin DIR          run the test binaries in DIR instead of building with cargo
+#     --only-ignored     run only the tests marked as needing a GPU, not those beside them
+#     --filter TEXT      run only tests whose name contains TEXT
+#     --threads N        tests at once (default: libtest's own)
+#     --sanitizer[=TOOL] run them under compute-sanitizer instead: memcheck and racecheck, or the TOOL named
+#     --logs DIR         where the output goes (default: target/gpu-tests, or $OUT/gpu-tests)
+#     --timeout SECONDS  per binary (default: 900)
+#     --allow-skips      do not fail when a test says that it checked nothing
+#
+# To build the binaries on a machine without a GPU and collect them:
+#   scripts/gpu-tests.sh --collect DIR
+#
+# Exits with 0 only if there is a GPU, at least one test ran, all passed and none was skipped; 2 if nothing could be run.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+bin= collect= filter= threads= tools= timeout=900 allow_skips= mode=--include-ignored
+logs=${OUT:+$OUT/gpu-tests}; logs=${logs:-target/gpu-tests}
+usage() { sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"; }
+while [ $# -gt 0 ]; do
+  case $1 in
+    --bin) bin=${2:?}; shift ;;
+    --collect) collect=${2:?}; shift ;;
+    --filter) filter=${2:?}; shift ;;
+    --threads) threads=${2:?}; shift ;;
+    --logs) logs=${2:?}; shift ;;
+    --timeout) timeout=${2:?}; shift ;;
+    --sanitizer) tools="memcheck racecheck" ;;
+    --sanitizer=*) tools=${1#*=} ;;
+    --only-ignored) mode=--ignored ;;
+    --allow-skips) allow_skips=1 ;;
+    -h|--help) usage; exit 0 ;;
+    *) echo "gpu-tests: unknown option $1" >&2; usage >&2; exit 2 ;;
+  esac
+  shift
+done
+
+# Paths of the test binaries that cargo builds, one a line.
+build() {
+  local output
+  output=$(cargo test --release --workspace --features examples/cuda --lib --tests --no-run 2>&1) || {
+    printf '%s\n' "$output" >&2
+    return 1
+  }
+  printf '%s\n' "$output" | sed -n 's/^ *Executable.*(\(.*\))$/\1/p'
+}
+
+binaries=()
+if [ -n "$bin" ]; then
+  for file in "$bin"/*; do [ -f "$file" ] && [ -x "$file" ] && binaries+=("$file"); done
+else
+  built=$(build) || { echo "gpu-tests: the tests do not build" >&2; exit 2; }
+  mapfile -t binaries < <(printf '%s\n' "$built" | sed '/^$/d')
+fi
+[ ${#binaries[@]} -gt 0 ] || { echo "gpu-tests: no test binaries in ${bin:-the workspace}" >&2; exit 2; }
+
+if [ -n "$collect" ]; then
+  mkdir -p "$collect"
+  for file in "${binaries[@]}"; do
+    # Line numbers of dependencies are not worth the megabytes.
+    objcopy --strip-debug "$file" "$collect/$(basename "$file")" 2>/dev/null || cp "$file" "$collect/"
+    chmod +x "$collect/$(basename "$file")"
+  done
+  echo "${#binaries[@]} test binaries in $collect"
+  exit 0
+fi
+
+if ! gpus=$(nvidia-smi -L 2>&1) || [ -z "$gpus" ]; then
+  echo "gpu-tests: NOTHING TESTED: no NVIDIA GPU here (nvidia-smi: ${gpus:-not found})" >&2
+  exit 2
+fi
+if [ -n "$tools" ]; then
+  sanitizer=$(PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/bin" command -v compute-sanitizer) || {
+    echo "gpu-tests: NOTHING TESTED: compute-sanitizer is not on the path (it is part of the CUDA toolkit)" >&2
+    exit 2
+  }
+fi
+
+# A test that would pass without checking anything for want of a library must fail here.
+export ROLLOUT_REQUIRE_NVRTC=1 RUST_BACKTRACE=1
+mkdir -p "$logs"
+total_passed=0 total_failed=0 total_skipped=0 broken=0
+summary=
+
+run() { # NAME BINARY [PREFIX...]
+  local name=$1 binary=$2; shift 2
+  local log=$logs/$name.log start=$SECONDS status
+  local arguments=("$mode" --show-output)
+  [ -n "$threads" ] && arguments+=("--test-threads=$threads")
+  [ -n "$filter" ] && arguments+=("$filter")
+  # Prebuilt binaries find their files from the package's folder, as under cargo.
+  timeout "$timeout" "$@" "$binary" "${arguments[@]}" >"$log" 2>&1
+  status=$?
+  local passed failed ignored skipped state=ok
+  passed=$(sed -n 's/^test result:.* \([0-9]*\) passed.*/\1/p' "$log" | awk '{n+=$1} END {print n+0}')
+  failed=$(sed -n 's/^test result:.* \([0-9]*\) failed.*/\1/p' "$log" | awk '{n+=$1} END {print n+0}')
+  ignored=$(sed -n 's/^test result:.* \([0-9]*\) ignored.*/\1/p' "$log" | awk '{n+=$1} END {print n+0}')
+  skipped=$(grep -cE '^(NOT CHECKED|SKIPPED)' "$log")
+  [ "$ignored" -gt 0 ] && skipped=$((skipped + ignored))
+  if [ $status -eq 124 ]; then state="TIMED OUT after $timeout s"
+  elif [ $status -ne 0 ]; then state="FAILED (exit $status)"
+  elif [ "$skipped" -gt 0 ]; then state="SKIPPED $skipped"
+  elif ! grep -q '^test result: ok' "$log"; then state="NO RESULT"; status=1
+  fi
+  [ $status -ne 0 ] && broken=$((broken + 1))
+  total_passed=$((total_passed + passed)) total_failed=$((total_failed + failed))
+  total_skipped=$((total_skipped + skipped))
+  summary+=$(printf '%-44s %6d passed %4d failed %5d s  %s' "$name" "$passed" "$failed" $((SECONDS - start)) "$state")$'\n'
+  echo "$name: $state"
+  if [ $status -ne 0 ]; then
+    sed -n 's/^test \(.*\) \.\.\. FAILED$/  failed: \1/p' "$log"
+    grep -E '^=========' "$log" | grep -vE 'COMPUTE-SANITIZER|ERROR SUMMARY: 0' | head -20
+  fi
+}
+
+for binary in "${binaries[@]}"; do
+  name=$(basename "$binary")
+  if [ -z "$tools" ]; then
+    run "$name" "$binary"
+  else
+    threads=1
+    for tool in $tools; do
+      # Calls that fail on purpose are tests of their own.
+      run "$tool-$name" "$binary" "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 86
+    done
+  fi
+done
+
+echo
+echo "GPU tests on: $(printf '%s' "$gpus" | head -1)"
+printf '%s' "$summary"
+echo "${#binaries[@]} binaries: $total_passed passed, $total_failed failed, $total_skipped skipped, $broken binaries not clean; logs in $logs"
+if [ $broken -ne 0 ] || [ $total_failed -ne 0 ]; then exit 1; fi
+if [ $total_passed -eq 0 ]; then echo "no test ran" >&2; exit 1; fi
+if [ $total_skipped -ne 0 ] && [ -z "$allow_skips" ]; then echo "tests were skipped" >&2; exit 1; fi
