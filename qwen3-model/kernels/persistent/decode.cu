@@ -1,0 +1,59 @@
+// One decode step of a Qwen3 model, from token ids to the next token ids, in one persistent kernel (greedy).
+//
+// Why: a decode step reads every weight once; what keeps a kernel per matrix from the memory's speed is the ramp at each
+// of its boundaries. Here one thread per multiprocessor streams weights and K/V through a ring without ever waiting for
+// activations, and the dependencies of the rest cost less than the ring holds. See shape.cuh for the division of work.
+//
+// Warps of a block: 0 weights, 1 activations, 2-3 idle, 4-11 matrix products and attention, 12-15 epilogues.
+// Launch: clusters of 8 blocks (any number up to 32 that the device holds at once), 512 threads, SHARED_BYTES of dynamic shared memory;
+// counters zeroed before.
+#include "matrix_stage.cuh"
+#include "attention_stage.cuh"
+#include "producers.cuh"
+#include "epilogue.cuh"
+
+extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(512, 1) decode_step(const __grid_constant__ Parameters p) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  __shared__ u32 flag; __shared__ int unit_count;
+  const Shared sh(shared_address(memory));
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cluster = blockIdx.x / RANKS, clusters = gridDim.x / RANKS; const u32 rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < W_SLOTS; i++) { barrier_init(sh.w_full(i), 1); barrier_init(sh.w_empty(i), MATRIX_WARPS); }
+    for (int i = 0; i < X_SLOTS; i++) { barrier_init(sh.x_full(i), 1); barrier_init(sh.x_empty(i), MATRIX_WARPS); }
+    for (int i = 0; i < SUM_BUFFERS; i++) { barrier_init(sh.sums_full(i), ASYNC_SUMS ? 1 : RANKS * MATRIX_WARPS); barrier_init(sh.sums_free(i), RANKS * EPILOGUE_WARPS); }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    // This block's share of the attention work.
+    int n = 0, unit = 0;
+    for (int row = 0; row < p.n_rows; row++) {
+      const int tiles = (p.positions[row] + KV_TILE - 1) / KV_TILE, splits = max(1, (tiles + p.split_tiles - 1) / p.split_tiles);
+      for (int i = 0; i < splits * KV_HEADS; i++, unit++)
+        if (unit % gridDim.x == blockIdx.x && n < MAX_UNITS) asm volatile("st.shared.u32 [%0], %1;" ::"r"(sh.units + 4 * n++), "r"(Unit::pack(row, i % KV_HEADS, i / KV_HEADS, splits)) : "memory");
+    }
+    unit_count = n;
+  }
+  __syncthreads();
+  cluster_sync();
+  const int n_units = unit_count;
+  if (warp < 4) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+    if (warp == 0 && lane == 0) { WeightProducer w(sh); w.run(p, cluster, clusters, rank, n_units); }
+    if (warp == 1 && lane == 0) { ActivationProducer a(sh); a.run(p, cluster, clusters, rank); }
+  } else if (warp >= 12) {
+    Epilogue e{p, sh, cluster, clusters, (int)rank, warp - 12, lane, share(HIDDEN / UNIT, cluster, clusters)};
+    e.run(&flag);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    WPlace w; XPlace x; SumPlace sums; const int m = warp - 4;
+    const int qkv_chunks = chunk_count(share(QKV / UNIT, cluster, clusters), QKV_MOST), gate_chunks = chunk_count(share(INTERMEDIATE / UNIT, cluster, clusters), GATE_UNITS);
+    for (int layer = 0; layer < p.n_layers; layer++) {
+      matrix_stage<QKV_ROWS, HIDDEN_TILES>(sh, w, x, sums, m, lane, rank, qkv_chunks);
+      attention_stage(p, sh, w, layer, clusters * RANKS * (layer + 1), n_units, m, lane);
+      matrix_stage<TILE_ROWS, ATTENTION_TILES>(sh, w, x, sums, m, lane, rank, 1);
+      matrix_stage<TILE_ROWS, HIDDEN_TILES>(sh, w, x, sums, m, lane, rank, gate_chunks);
+      matrix_stage<TILE_ROWS, INTER_TILES>(sh, w, x, sums, m, lane, rank, 1);
+    }
+    matrix_stage<TILE_ROWS, HIDDEN_TILES>(sh, w, x, sums, m, lane, rank, (VOCABULARY_CHUNKS - cluster + clusters - 1) / clusters);
+  }
+  __syncwarp();
+  cluster_sync();   // no block leaves while another may still write into its shared memory
+}
