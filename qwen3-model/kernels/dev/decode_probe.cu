@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <vector>
-#include "../persistent/decode.cu"
+#include "persistent/decode.cu"
 #define CK(x) do { cudaError_t e_ = (x); if (e_ != cudaSuccess) { printf("%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(e_)); exit(1); } } while (0)
 __device__ float bf(bf16 v) { return to_float(v); }
 __global__ void fill(bf16* p, size_t n, unsigned long long seed, float scale, float mean) {
