@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Builds and runs every example that needs no GPU. Those that need one say so in one line and exit 0 without it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+cargo build --quiet --release -p examples --examples --features cuda
+for source in examples/examples/*.rs; do
+  name=$(basename "$source" .rs)
+  echo "--- $name"
+  cargo run --quiet --release -p examples --features cuda --example "$name"
+done
