@@ -3,6 +3,8 @@
 
 mod builder;
 pub mod bundled;
+#[cfg(feature = "cli")]
+pub mod cli;
 mod completion;
 mod device;
 mod engine;

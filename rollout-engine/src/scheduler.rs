@@ -303,6 +303,11 @@ impl<R: Runner> Scheduler<R> {
         &self.pages
     }
 
+    /// Device of the runner, in words.
+    pub fn device(&self) -> String {
+        self.runner.device()
+    }
+
     /// The runner, to look at.
     pub fn runner(&self) -> &R {
         &self.runner

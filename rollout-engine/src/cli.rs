@@ -1,0 +1,136 @@
+//! The `rollout` command, as a library so that it can be tested.
+
+mod args;
+mod generate;
+mod input;
+mod inspect;
+mod output;
+mod progress;
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::Error;
+
+/// A command that did not do what it was asked to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CliError {
+    /// The command line cannot work.
+    #[error("{0}")]
+    Usage(String),
+    /// The command line was fine, and the run failed.
+    #[error("{0}")]
+    Failed(String),
+    /// The run was interrupted; what was complete has been written.
+    #[error("interrupted: {finished} of {requests} completions were written")]
+    Interrupted {
+        /// Completions written.
+        finished: usize,
+        /// Completions asked for.
+        requests: usize,
+    },
+    /// The reader of standard output went away.
+    #[error("the reader of the output has gone away")]
+    OutputClosed,
+}
+
+impl CliError {
+    /// 2 for bad usage, 1 for a failed run, 130 for an interrupted one, 0 if nobody wanted the rest of the output.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Usage(_) => 2,
+            Self::Failed(_) => 1,
+            Self::Interrupted { .. } => 130,
+            Self::OutputClosed => 0,
+        }
+    }
+}
+
+impl From<Error> for CliError {
+    fn from(error: Error) -> Self {
+        match &error {
+            Error::InvalidSetting {
+                setting,
+                value,
+                advice,
+            } => {
+                let flag = setting.replace('_', "-");
+                Self::Usage(format!("--{flag} {value} cannot work: {advice}"))
+            }
+            Error::NoNewTokens | Error::DeviceUnavailable { .. } => Self::Usage(error.to_string()),
+            _ => Self::Failed(error.to_string()),
+        }
+    }
+}
+
+/// Runs the command with these arguments (the first is the program's name) and gives its exit code. Results go to
+/// standard output; errors go to standard error, in one line each.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let cli = match args::Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) => return report_parse_error(&error),
+    };
+    start_logging();
+    let result = match cli.command {
+        args::Command::Generate(args) => generate::run(&args),
+        args::Command::Inspect(args) => inspect::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            if !matches!(error, CliError::OutputClosed) {
+                report(&error.to_string());
+            }
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+/// Help and version go to standard output in full; of a usage error its first line and the advice.
+fn report_parse_error(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        // Nothing can be done if nobody reads it.
+        let _ = error.print();
+        return ExitCode::SUCCESS;
+    }
+    if error.kind() == clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        report("no command was given: use `rollout generate`, or `rollout --help` for all");
+        return ExitCode::from(2);
+    }
+    let text = error.render().to_string();
+    let mut parts: Vec<&str> = Vec::new();
+    for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
+        if line.starts_with("Usage:") || line.starts_with("For more information") {
+            break;
+        }
+        parts.push(line.strip_prefix("error: ").unwrap_or(line));
+    }
+    report(&format!("{}; see `rollout --help`", parts.join(" ")));
+    ExitCode::from(2)
+}
+
+/// One line on standard error.
+fn report(message: &str) {
+    let line = message
+        .split(['\n', '\r'])
+        .filter(|part| !part.is_empty())
+        .collect::<Vec<_>>()
+        .join(" ");
+    // Nothing can be done if standard error is closed.
+    let _ = writeln!(std::io::stderr(), "rollout: {line}");
+}
+
+/// Logs what `RUST_LOG` asks for, which is nothing by default.
+fn start_logging() {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("off"));
+    // A second start, in tests, changes nothing.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .try_init();
+}

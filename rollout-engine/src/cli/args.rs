@@ -1,0 +1,191 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::device::DeviceChoice;
+use crate::pool::PoolSettings;
+
+/// Rollouts for reinforcement learning on Qwen3 language models.
+#[derive(Debug, Parser)]
+#[command(
+    name = "rollout",
+    version,
+    subcommand_required = true,
+    arg_required_else_help = true
+)]
+pub(super) struct Cli {
+    #[command(subcommand)]
+    pub(super) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Command {
+    /// Generate completions, by default for a few maths prompts with the small model that ships with the command.
+    Generate(GenerateArgs),
+    /// Print a model's shape, its parameter count, the KV cache's bytes per token, and what fits in memory.
+    Inspect(InspectArgs),
+}
+
+#[derive(Debug, Args)]
+pub(super) struct GenerateArgs {
+    /// Model folder in Hugging Face form (config.json, *.safetensors, tokenizer.json). Default: the bundled model.
+    #[arg(long, value_name = "DIR")]
+    pub(super) model: Option<PathBuf>,
+
+    /// One prompt, as text. Default: a few bundled maths prompts.
+    #[arg(
+        long,
+        value_name = "TEXT",
+        conflicts_with = "prompts",
+        allow_hyphen_values = true
+    )]
+    pub(super) prompt: Option<String>,
+
+    /// File of prompts, one JSON object a line with `id` (optional) and one of `prompt` (text, as is), `messages`
+    /// (with `tools` and `chat_template_kwargs`, both optional) and `prompt_token_ids`; `-` is standard input.
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(super) prompts: Option<PathBuf>,
+
+    /// Put text prompts through the chat template as a user's message. Default for --prompt if the model has a
+    /// template.
+    #[arg(long, conflicts_with = "raw")]
+    pub(super) chat: bool,
+
+    /// Continue text prompts as they are, without a template. Default for lines of --prompts.
+    #[arg(long)]
+    pub(super) raw: bool,
+
+    /// Most new tokens per completion, in tokens.
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
+    pub(super) max_new_tokens: usize,
+
+    /// Most sequences generated at once, in sequences. Default: 64.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) max_batch_size: Option<usize>,
+
+    /// Pages of the KV cache, in pages, one of them reserved. Default: enough for the largest batch of the longest
+    /// sequences, but at most half of the memory available.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) n_pages: Option<usize>,
+
+    /// Size of a page, in tokens. Default: 64.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) page_size: Option<usize>,
+
+    /// Longest sequence, prompt and completion together, in tokens. Default: what the model's positions allow.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) max_seq_length: Option<usize>,
+
+    /// Where to run: auto (a GPU if there is a usable one, else the CPU), cpu, or cuda:N.
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
+    pub(super) device: DeviceChoice,
+
+    /// Write one JSON object a line to this file, each as its completion finishes; `-` is standard output. Default:
+    /// text on standard output.
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(super) output: Option<PathBuf>,
+
+    /// Print results and errors only: no progress bar, no notices, no closing line.
+    #[arg(long)]
+    pub(super) quiet: bool,
+
+    /// Seed of the random numbers of sampling. Decoding is greedy so far and draws none, so that every seed gives
+    /// the same completions.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) seed: u64,
+}
+
+impl GenerateArgs {
+    pub(super) fn pool(&self) -> PoolSettings {
+        PoolSettings {
+            max_batch_size: self.max_batch_size,
+            max_seq_length: self.max_seq_length,
+            n_pages: self.n_pages,
+            page_size: self.page_size,
+            max_prefill_tokens: None,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(super) struct InspectArgs {
+    /// Model folder in Hugging Face form. Default: the bundled model.
+    #[arg(long, value_name = "DIR")]
+    pub(super) model: Option<PathBuf>,
+
+    /// Memory to divide between weights and KV cache, as a number with a unit, such as 16GB, 80GiB or 500MB.
+    /// Default: the memory available now.
+    #[arg(long, value_name = "SIZE", value_parser = bytes)]
+    pub(super) memory: Option<u64>,
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(0) => Err("0 cannot work, use at least 1".into()),
+        Ok(n) => Ok(n),
+        Err(_) => Err("not a whole number from 1".into()),
+    }
+}
+
+fn device(text: &str) -> Result<DeviceChoice, String> {
+    text.parse()
+        .map_err(|_| "use auto, cpu or cuda:N, such as cuda:0".to_string())
+}
+
+fn bytes(text: &str) -> Result<u64, String> {
+    let advice = || "use a number with a unit, such as 16GB, 80GiB or 500MB".to_string();
+    let digits = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let number: f64 = number.parse().map_err(|_| advice())?;
+    let scale = match unit.trim().to_ascii_lowercase().as_str() {
+        "kb" => 1e3,
+        "mb" => 1e6,
+        "gb" => 1e9,
+        "tb" => 1e12,
+        "kib" => 1024.0,
+        "mib" => 1024f64.powi(2),
+        "gib" => 1024f64.powi(3),
+        "tib" => 1024f64.powi(4),
+        _ => return Err(advice()),
+    };
+    let bytes = number * scale;
+    if (1.0..1e18).contains(&bytes) {
+        Ok(bytes as u64)
+    } else {
+        Err(advice())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn memory_sizes_need_a_unit() {
+        assert_eq!(bytes("16GB"), Ok(16_000_000_000));
+        assert_eq!(bytes("1.5 GiB"), Ok(3 << 29));
+        for bad in [
+            "",
+            "16",
+            "GB",
+            "-1GB",
+            "1e3GB",
+            "0GB",
+            "16XB",
+            "1..2GB",
+            "99999999999TB",
+        ] {
+            assert!(bytes(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! Where completions go: JSON lines as they finish, or text in the order of the prompts.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::CliError;
+use super::input::Job;
+use crate::completion::{Completion, FinishReason};
+
+/// A line of the output file.
+#[derive(Serialize)]
+struct Line<'a> {
+    id: &'a Value,
+    /// Index of the completion among those of its prompt.
+    index: usize,
+    prompt_token_ids: &'a [u32],
+    token_ids: &'a [u32],
+    text: &'a str,
+    finish_reason: FinishReason,
+    logprobs: &'a [f32],
+    policy_version: u64,
+}
+
+/// Takes completions in any order.
+pub(super) enum Output {
+    /// JSON lines, each written at once as it comes.
+    Json { target: Target, path: PathBuf },
+    /// Text, held back until all earlier prompts are done.
+    Text {
+        waiting: Vec<Option<String>>,
+        next: usize,
+    },
+}
+
+pub(super) enum Target {
+    File(File),
+    Stdout,
+}
+
+impl Output {
+    /// Opens the output file (emptying it) or standard output.
+    pub(super) fn open(path: Option<&Path>, n_jobs: usize) -> Result<Self, CliError> {
+        match path {
+            None => Ok(Self::Text {
+                waiting: vec![None; n_jobs],
+                next: 0,
+            }),
+            Some(path) if path == Path::new("-") => Ok(Self::Json {
+                target: Target::Stdout,
+                path: "standard output".into(),
+            }),
+            Some(path) => {
+                let file = File::create(path)
+                    .map_err(|e| CliError::Failed(format!("--output {}: {e}", path.display())))?;
+                Ok(Self::Json {
+                    target: Target::File(file),
+                    path: path.into(),
+                })
+            }
+        }
+    }
+
+    /// Takes the completion of job number `index`.
+    pub(super) fn completion(
+        &mut self,
+        index: usize,
+        job: &Job,
+        completion: &Completion,
+    ) -> Result<(), CliError> {
+        match self {
+            Self::Json { target, path } => {
+                let line = Line {
+                    id: &job.id,
+                    index: 0,
+                    prompt_token_ids: &completion.prompt_token_ids,
+                    token_ids: &completion.token_ids,
+                    text: &completion.text,
+                    finish_reason: completion.finish_reason,
+                    logprobs: &completion.logprobs,
+                    policy_version: completion.policy_version,
+                };
+                let mut text = serde_json::to_string(&line)
+                    .map_err(|e| CliError::Failed(format!("{}: {e}", path.display())))?;
+                text.push('\n');
+                // One write for the whole line, so that an interrupted run leaves whole lines.
+                match target {
+                    Target::File(file) => file.write_all(text.as_bytes()).map_err(|e| write_error(path, e)),
+                    Target::Stdout => write_stdout(&text),
+                }
+            }
+            Self::Text { .. } => {
+                let cut = match completion.finish_reason {
+                    FinishReason::Length => " […]",
+                    FinishReason::Stop => "",
+                };
+                self.text(
+                    index,
+                    format!("> {}\n{}{cut}\n\n", job.title.trim_end(), completion.text),
+                )
+            }
+        }
+    }
+
+    /// Job number `index` has no completion.
+    pub(super) fn failure(&mut self, index: usize) -> Result<(), CliError> {
+        match self {
+            Self::Json { .. } => Ok(()),
+            Self::Text { .. } => self.text(index, String::new()),
+        }
+    }
+
+    fn text(&mut self, index: usize, text: String) -> Result<(), CliError> {
+        let Self::Text { waiting, next } = self else {
+            return Ok(());
+        };
+        if let Some(place) = waiting.get_mut(index) {
+            *place = Some(text);
+        }
+        while let Some(Some(text)) = waiting.get_mut(*next).map(Option::take) {
+            write_stdout(&text)?;
+            *next += 1;
+        }
+        Ok(())
+    }
+
+    /// Writes what is held back. To be called when no more will come.
+    pub(super) fn finish(self) -> Result<(), CliError> {
+        match self {
+            Self::Json {
+                target: Target::File(file),
+                path,
+            } => {
+                // A pipe or device cannot be synchronised, which is fine.
+                match file.sync_all() {
+                    Err(e) if e.kind() == io::ErrorKind::StorageFull => Err(write_error(&path, e)),
+                    _ => Ok(()),
+                }
+            }
+            Self::Json { .. } => Ok(()),
+            Self::Text { waiting, .. } => waiting
+                .into_iter()
+                .flatten()
+                .try_for_each(|text| write_stdout(&text)),
+        }
+    }
+}
+
+/// Writes to standard output at once.
+pub(super) fn write_stdout(text: &str) -> Result<(), CliError> {
+    let mut stdout = io::stdout().lock();
+    stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+        .map_err(|e| write_error(Path::new("standard output"), e))
+}
+
+fn write_error(path: &Path, error: io::Error) -> CliError {
+    match error.kind() {
+        io::ErrorKind::BrokenPipe => CliError::OutputClosed,
+        _ => CliError::Failed(format!("{}: {error}", path.display())),
+    }
+}
