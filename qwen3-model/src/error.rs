@@ -215,6 +215,14 @@ pub enum Error {
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] cuda_graphs::Error),
+    /// An error of the cache on the GPU.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    CudaCache(#[from] paged_kv::cuda::CudaError),
+    /// An error of attention on the GPU.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    CudaAttention(#[from] block_mask::cuda::CudaError),
     /// An error of the paged cache.
     #[error(transparent)]
     PagedKv(#[from] paged_kv::Error),

@@ -210,7 +210,8 @@ struct RmsNormParams {
 /// Operands of [`Kernels::qkv_rope_write`].
 #[derive(Debug, Clone, Copy)]
 pub struct QkvRopeWrite<'a> {
-    /// `[rows, q_heads + 2 * kv_heads, head_dim]`: query, key, value heads.
+    /// `[rows, q_heads + 2 * kv_heads, head_dim]`: query, key, value heads. Query heads are normed and rotated in
+    /// place.
     pub qkv: DeviceSlice<'a, bf16>,
     /// `[head_dim]`, norm of query heads.
     pub q_norm: DeviceSlice<'a, f32>,
@@ -226,8 +227,6 @@ pub struct QkvRopeWrite<'a> {
     pub page_table: DeviceSlice<'a, i32>,
     /// Pages per row of the table.
     pub max_pages: usize,
-    /// `[rows, q_heads, head_dim]`, normed and rotated.
-    pub q: DeviceSlice<'a, bf16>,
     /// `[kv_heads, n_pages * page_size, head_dim]`, one layer's keys.
     pub k_cache: DeviceSlice<'a, bf16>,
     /// The layer's values, of the keys' shape.
@@ -522,7 +521,6 @@ impl Kernels {
         let n_slots = op.page_table.len() / op.max_pages;
         let n_positions = op.cos_sin.len() / head_dim;
         same("qkv", op.qkv.len(), rows * heads * head_dim)?;
-        same("q", op.q.len(), rows * op.q_heads * head_dim)?;
         same("slots", op.slots.len(), rows)?;
         same("q_norm", op.q_norm.len(), head_dim)?;
         same("k_norm", op.k_norm.len(), head_dim)?;
@@ -534,12 +532,7 @@ impl Kernels {
             op.kv_heads * tokens_per_head * head_dim,
         )?;
         same("v_cache", op.v_cache.len(), op.k_cache.len())?;
-        for (what, buffer) in [
-            ("qkv", op.qkv),
-            ("q", op.q),
-            ("k_cache", op.k_cache),
-            ("v_cache", op.v_cache),
-        ] {
+        for (what, buffer) in [("qkv", op.qkv), ("k_cache", op.k_cache), ("v_cache", op.v_cache)] {
             aligned(what, buffer.ptr(), 4)?;
             stream.keep_memory(buffer);
         }
@@ -560,10 +553,10 @@ impl Kernels {
             positions: op.positions.ptr(),
             slots: op.slots.ptr(),
             page_table: op.page_table.ptr(),
-            q: op.q.ptr(),
+            q: op.qkv.ptr(),
             k_cache: op.k_cache.ptr(),
             v_cache: op.v_cache.ptr(),
-            q_row_stride: (op.q_heads * head_dim) as u64,
+            q_row_stride: (heads * head_dim) as u64,
             tokens_per_head: tokens_per_head as u64,
             rows: small("rows", rows)?,
             q_heads: small("q_heads", op.q_heads)?,

@@ -242,7 +242,6 @@ fn rope_case(gpu: &Gpu, seed: u64, head_dim: usize, q_heads: usize, kv_heads: us
         frequencies.cos_sin(position, cos, sin);
     }
     let tokens = n_pages * page_size;
-    let q = gpu.poisoned::<bf16>(rows * q_heads * head_dim);
     let k = gpu.poisoned::<bf16>(kv_heads * tokens * head_dim);
     let v = gpu.poisoned::<bf16>(kv_heads * tokens * head_dim);
     let (dq, dqn, dkn, dcs) = (
@@ -261,7 +260,6 @@ fn rope_case(gpu: &Gpu, seed: u64, head_dim: usize, q_heads: usize, kv_heads: us
         slots: ds.as_slice(),
         page_table: dt.as_slice(),
         max_pages,
-        q: q.as_slice(),
         k_cache: k.as_slice(),
         v_cache: v.as_slice(),
         q_heads,
@@ -270,7 +268,7 @@ fn rope_case(gpu: &Gpu, seed: u64, head_dim: usize, q_heads: usize, kv_heads: us
         eps,
     };
     kernels.qkv_rope_write(&gpu.stream, &op).unwrap();
-    let (q, k, v) = (gpu.get(&q), gpu.get(&k), gpu.get(&v));
+    let (q, k, v) = (gpu.get(&dq), gpu.get(&k), gpu.get(&v));
 
     let mut written = vec![false; kv_heads * tokens];
     let (mut got, mut plain, mut exact) = (Vec::new(), Vec::new(), Vec::new());
@@ -292,7 +290,7 @@ fn rope_case(gpu: &Gpu, seed: u64, head_dim: usize, q_heads: usize, kv_heads: us
                 continue;
             }
             let out = if is_q {
-                &q[(row * q_heads + head) * head_dim..][..head_dim]
+                &q[(row * heads + head) * head_dim..][..head_dim]
             } else if mapped {
                 let at = place(head - q_heads);
                 written[at] = true;

@@ -122,6 +122,35 @@ fn open_cpu(
     )))
 }
 
+#[cfg(feature = "cuda")]
+fn open_cuda(
+    ordinal: usize,
+    model_dir: &Path,
+    config: &Qwen3Config,
+    settings: &RunnerSettings,
+) -> Result<Box<dyn Runner + Send>, Error> {
+    use crate::cuda_runner::{CudaRunner, CudaSettings};
+    use qwen3_model::cuda::WeightSource;
+
+    // Before the weights are read: without a GPU nothing of them is needed here.
+    CudaRunner::check_device(ordinal)?;
+    if let Some(dtype @ KvDtype::F32) = settings.kv_dtype {
+        return Err(Error::InvalidSetting {
+            setting: "kv_dtype",
+            value: dtype.to_string(),
+            advice: "the cache on a GPU is bf16".into(),
+        });
+    }
+    let weights = Weights::open(model_dir, config)?;
+    let cuda = CudaSettings {
+        ordinal,
+        ..CudaSettings::default()
+    };
+    let runner = CudaRunner::open(config, WeightSource::Given(&weights), &settings.pool, &cuda)?;
+    Ok(Box::new(runner))
+}
+
+#[cfg(not(feature = "cuda"))]
 fn open_cuda(
     ordinal: usize,
     _model_dir: &Path,

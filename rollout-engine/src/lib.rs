@@ -6,6 +6,8 @@ pub mod bundled;
 #[cfg(feature = "cli")]
 pub mod cli;
 mod completion;
+#[cfg(feature = "cuda")]
+pub mod cuda_runner;
 mod device;
 mod engine;
 mod error;
@@ -22,6 +24,8 @@ pub mod text;
 
 pub use builder::{BuiltEngine, EngineBuilder};
 pub use completion::{Completion, Event, FinishReason, RequestId, TokenCompletion};
+#[cfg(feature = "cuda")]
+pub use cuda_runner::CudaRunner;
 pub use device::DeviceChoice;
 pub use engine::{Engine, Finished, Stream};
 pub use error::Error;

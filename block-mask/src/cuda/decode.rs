@@ -207,6 +207,26 @@ impl DecodeAttention {
         })
     }
 
+    /// The plan of `rows` rows that was made last, for a caller that cannot hold on to what [`plan`](Self::plan)
+    /// returned.
+    ///
+    /// # Errors
+    /// [`CudaError::TooMany`]. Panics: none.
+    pub fn planned(&self, rows: usize) -> Result<DecodePlan<'_>, CudaError> {
+        let limit = self.limits.max_rows;
+        if rows > limit {
+            return Err(CudaError::TooMany {
+                what: "rows of a step",
+                asked: rows,
+                limit,
+            });
+        }
+        Ok(DecodePlan {
+            attention: self,
+            rows,
+        })
+    }
+
     /// The options it was made with.
     pub fn options(&self) -> &DecodeOptions {
         &self.options

@@ -56,6 +56,8 @@ pub struct PrefillAttention {
     stages: Vec<(PinnedBuffer<PrefillTile>, Event, bool)>,
     next: usize,
     list: Vec<PrefillTile>,
+    /// Tokens and tiles of the last plan.
+    planned: (usize, usize),
 }
 
 /// The arguments of [`PrefillPlan::run`].
@@ -130,6 +132,7 @@ impl PrefillAttention {
             stages,
             next: 0,
             list: Vec::with_capacity(max_tiles),
+            planned: (0, 0),
         })
     }
 
@@ -138,6 +141,7 @@ impl PrefillAttention {
     /// # Errors
     /// [`CudaError::TooMany`] beyond the limits or the table, [`CudaError::Cuda`]. Panics: none.
     pub fn plan(&mut self, stream: &Stream, chunks: &[PrefillChunk]) -> Result<PrefillPlan<'_>, CudaError> {
+        self.planned = (0, 0);
         let limits = &self.limits;
         let max_len = limits
             .max_pages_per_slot
@@ -197,11 +201,21 @@ impl PrefillAttention {
             stream.record(copied)?;
             *used = true;
         }
-        Ok(PrefillPlan {
+        self.planned = (tokens, tiles);
+        Ok(self.planned())
+    }
+
+    /// The plan that was made last, of no chunk before the first; for a caller that cannot hold on to what
+    /// [`plan`](Self::plan) returned.
+    ///
+    /// Panics: none.
+    pub fn planned(&self) -> PrefillPlan<'_> {
+        let (tokens, tiles) = self.planned;
+        PrefillPlan {
             attention: self,
             tokens,
             tiles,
-        })
+        }
     }
 
     /// The options it was made with; `rows_guaranteed_safe` is set by itself where it is.

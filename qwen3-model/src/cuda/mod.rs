@@ -1,4 +1,831 @@
-//! The CUDA backend.
-pub(crate) mod pages;
-pub(crate) mod staging;
-pub(crate) mod weights;
+//! The model on an NVIDIA GPU.
+//!
+//! [`CudaBackend`] is the second implementation of [`Backend`]: our own kernels between matrix
+//! products by cuBLASLt, all on one stream, over buffers whose addresses never change. Two kinds of
+//! steps share the buffers and the [`walk`] over the layers:
+//!
+//! ```text
+//!   packed step   prompts, any mix of chunks      inputs uploaded, kernels launched one by one
+//!   decode step   one token for each of n rows    one graph launch, n padded to a bucket:
+//!
+//!       last_token[slot] ─▶ embed ─▶ layers ─▶ head ─▶ arg-max ─▶ last_token[slot], positions + 1
+//! ```
+//!
+//! **Invariant.** Nothing on the device is freed or moved while the backend lives, so captured graphs
+//! stay valid; padded rows have slot 0 and can write page 0 alone.
+//!
+//! **What may surprise.** Operations are queued and do not wait: [`CudaBackend::collect`] and
+//! [`read_logits`](Backend::read_logits) do. A decode step takes its input tokens from what was
+//! sampled last for each slot, on the device: the host need not have seen them.
+//!
+//! The numbers: weights, keys, values and the inputs of products are bf16; the residual stream, what
+//! is added to it, norms, rotations, sums and logits are f32.
+
+mod attention;
+mod inputs;
+mod results;
+mod staging;
+mod weights;
+mod workspace;
+
+use cuda_graphs::{
+    BucketSet, CaptureOptions, CaptureReport, Compiler, Device, DeviceBuffer, GraphCache, Matmul, MatmulDims,
+    Stream, VerifyReport,
+};
+use half::bf16;
+use paged_kv::cuda::{CudaKvCache, PageTableMirror};
+use paged_kv::{KvDtype, KvLayout, PageCopy, PageTable, PageTableConfig};
+
+pub use inputs::DecodeRow;
+pub use results::{Pending, SampledToken};
+
+use crate::launch::{Greedy, Kernels, QkvRopeWrite, RmsNorm, TokenSource};
+use crate::{Backend, Error, FusedMatrix, Norm, Projection, Qwen3Config, Result, StepPlan, Weights, walk};
+use attention::{Attention, Operands};
+use inputs::{DecodeInputs, PackedInputs, Sampled, SampledBy};
+use results::Results;
+use staging::Staging;
+use weights::{DeviceWeights, fused_shape, projection_rows};
+use workspace::Workspace;
+
+/// Sizes of a [`CudaBackend`]: they decide how much memory it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CudaOptions {
+    /// Most tokens in one packed step.
+    pub max_tokens: usize,
+    /// Most rows in a decode step, and most rows whose logits are kept on the device at once.
+    pub max_batch_size: usize,
+    /// Most tokens of a sequence.
+    pub max_seq_length: usize,
+    /// Pages of the KV cache, page 0 included.
+    pub n_pages: usize,
+    /// Tokens in a page: 16, 32, 64, 128 or 256.
+    pub page_size: usize,
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        Self {
+            max_tokens: 4096,
+            max_batch_size: 64,
+            max_seq_length: 4096,
+            n_pages: 1025,
+            page_size: 64,
+        }
+    }
+}
+
+impl CudaOptions {
+    /// Shape of the page table that steps must use: a slot more than `max_batch_size` for slot 0.
+    pub fn page_table(&self) -> PageTableConfig {
+        PageTableConfig {
+            n_pages: self.n_pages,
+            page_size: self.page_size,
+            n_slots: self.max_batch_size + 1,
+            max_pages_per_slot: self.max_seq_length.div_ceil(self.page_size.max(1)),
+        }
+    }
+
+    fn check(&self, config: &Qwen3Config) -> Result<()> {
+        let refuse = |option, problem: String| Err(Error::Option { option, problem });
+        for (option, value) in [
+            ("max_tokens", self.max_tokens),
+            ("max_batch_size", self.max_batch_size),
+            ("max_seq_length", self.max_seq_length),
+        ] {
+            if value == 0 || value > 1 << 24 {
+                return refuse(
+                    option,
+                    format!("is {value}; between 1 and {} is possible", 1 << 24),
+                );
+            }
+        }
+        if self.max_seq_length > config.max_positions() {
+            let max = config.max_positions();
+            return refuse(
+                "max_seq_length",
+                format!("is {}; the model has {max} positions", self.max_seq_length),
+            );
+        }
+        if !self.page_size.is_power_of_two() || !(16..=256).contains(&self.page_size) {
+            return refuse(
+                "page_size",
+                format!("is {}; on CUDA it is 16, 32, 64, 128 or 256", self.page_size),
+            );
+        }
+        if self.n_pages < 2 {
+            return refuse(
+                "n_pages",
+                format!("is {}; at least 2, since page 0 is reserved", self.n_pages),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Where the weights come from.
+#[derive(Debug, Clone, Copy)]
+pub enum WeightSource<'a> {
+    /// Weights of a model folder, or made by the caller; copied to the device.
+    Given(&'a Weights),
+    /// Those of [`Weights::random`] for the seed, drawn on the device.
+    Random(u64),
+}
+
+/// The rows that operations of the layer walk work on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rows {
+    /// `tokens` rows of [`PackedInputs`], the logits of `wanted` of them.
+    Packed { tokens: usize, wanted: usize },
+    /// A bucket of [`DecodeInputs`]; the logits of all.
+    Decode { bucket: usize },
+}
+
+/// A Qwen3 model on an NVIDIA GPU. See the [module](self).
+#[derive(Debug)]
+pub struct CudaBackend {
+    // Graphs first: they are dropped before what they point to.
+    graphs: Option<GraphCache<()>>,
+    config: Qwen3Config,
+    options: CudaOptions,
+    stream: Stream,
+    kernels: Kernels,
+    matmul: Matmul,
+    attention: Attention,
+    weights: DeviceWeights,
+    cos_sin: DeviceBuffer<f32>,
+    cache: CudaKvCache,
+    mirror: PageTableMirror,
+    /// Whether `mirror` was brought up to date for the step to come.
+    mirrored: bool,
+    workspace: Workspace,
+    staging: Staging,
+    packed: PackedInputs,
+    decode: DecodeInputs,
+    last_token: DeviceBuffer<u32>,
+    sampled: Sampled,
+    results: Results,
+    buckets: BucketSet,
+    rows: Rows,
+    /// Logits that were read back, `[wanted, vocab]`.
+    host_logits: Vec<f32>,
+}
+
+impl CudaBackend {
+    /// A model on `device`. Kernels are compiled by `compiler`, or taken from its cache.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for a size or a model shape that cannot work, before anything is allocated;
+    /// [`Error::Cuda`] for a missing library, too little memory and errors of the driver. Panics: none.
+    pub fn new(
+        device: &Device,
+        compiler: &Compiler,
+        config: Qwen3Config,
+        weights: WeightSource<'_>,
+        options: CudaOptions,
+    ) -> Result<Self> {
+        options.check(&config)?;
+        let kernels = Kernels::load(compiler, device, &config)?;
+        let stream = Stream::new(device)?;
+        let matmul = Matmul::new(&stream)?;
+        let attention = Attention::new(&stream, compiler, &config, &options)?;
+        let layout = KvLayout {
+            n_layers: config.n_layers,
+            kv_heads: config.n_kv_heads,
+            head_dim: config.head_dim,
+            n_pages: options.n_pages,
+            page_size: options.page_size,
+            dtype: KvDtype::Bf16,
+        };
+        let weights = match weights {
+            WeightSource::Given(weights) => DeviceWeights::upload(&stream, &config, weights)?,
+            WeightSource::Random(seed) => DeviceWeights::random(&stream, &kernels, &config, seed)?,
+        };
+        let cache = CudaKvCache::new(device, compiler, layout)?;
+        let table = options.page_table();
+        let buckets = BucketSet::new(options.max_batch_size)?;
+        let max_rows = options.max_tokens.max(options.max_batch_size);
+        let words = PackedInputs::words(options.max_tokens);
+        let backend = Self {
+            graphs: None,
+            workspace: Workspace::new(device, &config, max_rows, options.max_batch_size)?,
+            cos_sin: DeviceBuffer::from_slice(&stream, &rotations(&config, options.max_seq_length))?,
+            mirror: PageTableMirror::new(device, &table)?,
+            mirrored: false,
+            staging: Staging::new(device, words.max(DecodeInputs::words(options.max_batch_size)))?,
+            packed: PackedInputs::new(&stream, options.max_tokens)?,
+            decode: DecodeInputs::new(&stream, options.max_batch_size)?,
+            last_token: DeviceBuffer::zeroed(device, table.n_slots)?,
+            sampled: Sampled::new(&stream, options.max_batch_size)?,
+            results: Results::new(device, options.max_batch_size)?,
+            rows: Rows::Packed { tokens: 0, wanted: 0 },
+            host_logits: Vec::new(),
+            config,
+            options,
+            stream,
+            kernels,
+            matmul,
+            attention,
+            weights,
+            cache,
+            buckets,
+        };
+        Ok(backend)
+    }
+
+    /// The sizes it was made with.
+    pub fn options(&self) -> &CudaOptions {
+        &self.options
+    }
+
+    /// The stream of all work.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// The KV cache, for tests and reports.
+    pub fn cache(&self) -> &CudaKvCache {
+        &self.cache
+    }
+
+    /// The batch sizes that decode steps are padded to.
+    pub fn buckets(&self) -> &BucketSet {
+        &self.buckets
+    }
+
+    /// Bytes of the weights on the device.
+    pub fn weight_bytes(&self) -> u64 {
+        self.weights.bytes()
+    }
+
+    /// A projection's weight as it is on the device, `[out, in]`. Waits.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for a layer that is not there; [`Error::Cuda`]. Panics: none.
+    pub fn download_projection(&self, layer: usize, projection: Projection) -> Result<Vec<bf16>> {
+        let layers = self.weights.layers.len();
+        let Some(weights) = self.weights.layers.get(layer) else {
+            let problem = format!("is {layer}; the model has {layers} layers");
+            return Err(Error::Option {
+                option: "layer",
+                problem,
+            });
+        };
+        let rows = projection_rows(&self.config, projection);
+        let cols = self.config.projection_shape(projection)[1];
+        let part = weights
+            .matrix(projection.fused())
+            .slice(rows.start * cols..rows.end * cols)?;
+        Ok(self.stream.download(part)?)
+    }
+
+    /// The embedding as it is on the device, `[vocab, hidden]`. Waits.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]. Panics: none.
+    pub fn download_embedding(&self) -> Result<Vec<bf16>> {
+        Ok(self.stream.download(&self.weights.embed)?)
+    }
+
+    /// Brings the device's copy of the page table up to date: only rows that changed travel. To be called before the
+    /// steps that need the changes are given; a packed step without it brings its own table.
+    ///
+    /// # Errors
+    /// [`Error::CudaCache`] for a table of another shape than [`CudaOptions::page_table`]. Panics: none.
+    pub fn sync_pages(&mut self, table: &mut PageTable) -> Result<()> {
+        self.mirror.update(&self.stream, table)?;
+        self.mirrored = true;
+        Ok(())
+    }
+
+    /// Queues a packed step that samples the next token of each chunk that wants logits, and keeps it for the
+    /// chunk's slot. Returns how many rows were sampled.
+    ///
+    /// # Errors
+    /// As [`Backend::step`]; [`Error::StepTooLarge`] for more sampled rows than the largest batch. Panics: none.
+    pub fn prefill(&mut self, plan: &StepPlan<'_>) -> Result<usize> {
+        let rows = plan.logit_rows().len();
+        if rows > self.options.max_batch_size {
+            return Err(Error::StepTooLarge {
+                tokens: rows,
+                max: self.options.max_batch_size,
+            });
+        }
+        self.step(plan)?;
+        if rows > 0 {
+            self.sample(SampledBy::Packed, rows)?;
+        }
+        Ok(rows)
+    }
+
+    /// Queues a decode step: the next token of each of `rows`, from the token sampled last for its slot. Replays the
+    /// bucket's graph if [`capture`](Self::capture) has run.
+    ///
+    /// # Errors
+    /// [`Error::StepTooLarge`] for more rows than the largest batch; [`Error::Option`] for a slot or position outside
+    /// the page table; [`Error::Cuda`]. Panics: none.
+    pub fn decode(&mut self, rows: &[DecodeRow]) -> Result<()> {
+        let bucket = self.set_decode_rows(rows)?;
+        if bucket == 0 {
+            return Ok(());
+        }
+        match self.graphs.take() {
+            Some(graphs) => {
+                let replayed = graphs.replay(bucket);
+                self.graphs = Some(graphs);
+                replayed?;
+            }
+            None => self.run_decode(bucket)?,
+        }
+        self.decode.advanced(bucket);
+        Ok(())
+    }
+
+    /// Captures a graph for every bucket, the largest first. Later decode steps replay them.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] and those of the operations; decode steps then go on without graphs. Panics: none.
+    pub fn capture(&mut self) -> Result<&CaptureReport> {
+        self.graphs = None;
+        let bucket = self.set_decode_rows(&[DecodeRow { slot: 0, position: 0 }])?;
+        debug_assert!(bucket > 0);
+        let (stream, buckets) = (self.stream.clone(), self.buckets.clone());
+        let captured = GraphCache::capture(
+            &stream,
+            buckets,
+            (),
+            &CaptureOptions::default(),
+            |_, (), bucket| self.run_decode(bucket),
+        )?;
+        Ok(self.graphs.insert(captured).report())
+    }
+
+    /// What capturing cost; `None` before [`capture`](Self::capture).
+    pub fn capture_report(&self) -> Option<&CaptureReport> {
+        self.graphs.as_ref().map(GraphCache::report)
+    }
+
+    /// Runs the decode step of `rows` eagerly and as a replayed graph from the same state, and compares sampled tokens
+    /// and log-probabilities, last tokens, logits and positions bit for bit. Afterwards the step has been made once.
+    ///
+    /// # Errors
+    /// [`cuda_graphs::Error::ReplayDiffers`] inside [`Error::Cuda`]; [`Error::Option`] without captured graphs; as
+    /// [`decode`](Self::decode). Panics: none.
+    pub fn verify_decode(&mut self, rows: &[DecodeRow]) -> Result<VerifyReport> {
+        let bucket = self.set_decode_rows(rows)?;
+        let Some(graphs) = self.graphs.take() else {
+            let problem = "no graph is captured to compare with".into();
+            return Err(Error::Option {
+                option: "capture",
+                problem,
+            });
+        };
+        // Views that do not borrow the backend, which the eager run needs.
+        let result = self.compare(&graphs, bucket);
+        self.graphs = Some(graphs);
+        self.decode.forget();
+        result
+    }
+
+    fn compare(&mut self, graphs: &GraphCache<()>, bucket: usize) -> Result<VerifyReport> {
+        let Some(graph) = graphs.graph(bucket) else {
+            return Err(Error::StepTooLarge {
+                tokens: bucket,
+                max: self.options.max_batch_size,
+            });
+        };
+        let stream = self.stream.clone();
+        let read = |backend: &Self| -> Result<[Vec<u32>; 4]> {
+            let logits = backend
+                .workspace
+                .logits
+                .slice(..bucket * backend.config.vocab_size)?;
+            Ok([
+                stream.download(
+                    backend
+                        .decode
+                        .slots(backend.options.max_batch_size)?
+                        .cast::<u32>()?,
+                )?,
+                stream.download(
+                    backend
+                        .decode
+                        .positions(backend.options.max_batch_size)?
+                        .cast::<u32>()?,
+                )?,
+                stream.download(&backend.last_token)?,
+                [
+                    stream.download(backend.sampled.words())?,
+                    stream.download(logits.cast::<u32>()?)?,
+                ]
+                .concat(),
+            ])
+        };
+        let before = read(self)?;
+        self.run_decode(bucket)?;
+        let eager = read(self)?;
+        stream.upload(
+            self.decode
+                .positions(self.options.max_batch_size)?
+                .cast::<u32>()?,
+            &before[1],
+        )?;
+        stream.upload(&self.last_token, &before[2])?;
+        stream.fill_bytes(self.sampled.words(), 0xff)?;
+        stream.fill_bytes(&self.workspace.logits, 0xff)?;
+        graph.launch(&stream)?;
+        let replayed = read(self)?;
+        let mut report = VerifyReport {
+            buffers: eager.len(),
+            bytes: 0,
+            changed: 0,
+        };
+        // Only the decode half of the sampled words, and the rows of the bucket, are results.
+        for (buffer, ((eager, replayed), before)) in eager.iter().zip(&replayed).zip(&before).enumerate() {
+            let half = 2 * self.options.max_batch_size;
+            let results: Vec<usize> = match buffer {
+                3 => (half..half + bucket)
+                    .chain(half + self.options.max_batch_size..half + self.options.max_batch_size + bucket)
+                    .chain(2 * half..eager.len())
+                    .collect(),
+                _ => (0..eager.len()).collect(),
+            };
+            let differing = results.iter().filter(|&&i| eager[i] != replayed[i]).count();
+            if let Some(&first) = results.iter().find(|&&i| eager[i] != replayed[i]) {
+                let (first, differing, bytes) = (4 * first, 4 * differing, 4 * results.len());
+                return Err(cuda_graphs::Error::ReplayDiffers {
+                    buffer,
+                    first,
+                    differing,
+                    bytes,
+                }
+                .into());
+            }
+            report.bytes += 4 * results.len();
+            report.changed += 4 * results.iter().filter(|&&i| before[i] != replayed[i]).count();
+        }
+        Ok(report)
+    }
+
+    /// Queues the read-back of the sampled rows of the steps given so far: those of the last packed step, then those
+    /// of the last decode step.
+    ///
+    /// # Errors
+    /// [`Error::StepTooLarge`] for more rows than there are; [`Error::Cuda`]. Panics: none.
+    pub fn read_back(&mut self, packed_rows: usize, decode_rows: usize) -> Result<Pending> {
+        self.results
+            .read_back(&self.stream, &self.sampled, packed_rows, decode_rows)
+    }
+
+    /// Waits for sampled rows: those of the packed step, then those of the decode step.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`], also for errors of the kernels that computed them. Panics: none.
+    pub fn collect(&mut self, pending: Pending) -> Result<Vec<SampledToken>> {
+        self.results.collect(pending)
+    }
+
+    /// Forgets what is under way: waits for the device and makes no use of what it computed.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]. Panics: none.
+    pub fn reset(&mut self) -> Result<()> {
+        self.decode.forget();
+        Ok(self.stream.synchronize()?)
+    }
+
+    /// Checks and announces the rows of a decode step. Returns the bucket, 0 without rows.
+    fn set_decode_rows(&mut self, rows: &[DecodeRow]) -> Result<usize> {
+        let table = self.options.page_table();
+        let max_len = table.max_pages_per_slot * table.page_size;
+        for row in rows {
+            if row.slot >= table.n_slots || row.position >= max_len {
+                let problem = format!(
+                    "slot {} at position {} is outside the {} slots of {max_len} positions",
+                    row.slot, row.position, table.n_slots
+                );
+                return Err(Error::Option {
+                    option: "rows",
+                    problem,
+                });
+            }
+        }
+        if rows.is_empty() {
+            return Ok(0);
+        }
+        let Some(bucket) = self.buckets.for_batch(rows.len()) else {
+            return Err(Error::StepTooLarge {
+                tokens: rows.len(),
+                max: self.options.max_batch_size,
+            });
+        };
+        self.staging.begin()?;
+        self.decode.set(&self.stream, &mut self.staging, rows, bucket)?;
+        self.staging.end(&self.stream)?;
+        Ok(bucket)
+    }
+
+    /// Everything that a decode graph holds.
+    fn run_decode(&mut self, bucket: usize) -> Result<()> {
+        self.rows = Rows::Decode { bucket };
+        walk(self)?;
+        self.sample(SampledBy::Decode, bucket)
+    }
+
+    fn sample(&mut self, by: SampledBy, rows: usize) -> Result<()> {
+        let (slots, positions) = match by {
+            SampledBy::Packed => (self.packed.logit_slots.slice(..rows)?, None),
+            SampledBy::Decode => (self.decode.slots(rows)?, Some(self.decode.positions(rows)?)),
+        };
+        let vocab = self.config.vocab_size;
+        self.kernels.greedy(
+            &self.stream,
+            &Greedy {
+                logits: self.workspace.logits.slice(..rows * vocab)?,
+                vocab,
+                scratch: &self.workspace.greedy,
+                slots,
+                last_token: self.last_token.as_slice(),
+                positions,
+                tokens: self.sampled.tokens(by, rows)?,
+                logprobs: self.sampled.logprobs(by, rows)?,
+            },
+        )
+    }
+
+    fn n_rows(&self) -> usize {
+        match self.rows {
+            Rows::Packed { tokens, .. } => tokens,
+            Rows::Decode { bucket } => bucket,
+        }
+    }
+
+    /// Final norm and head of the wanted rows `from..to`, into the first rows of `logits`.
+    fn head(&self, from: usize, to: usize) -> Result<()> {
+        let (hidden, vocab, rows, n) = (
+            self.config.hidden_size,
+            self.config.vocab_size,
+            self.n_rows(),
+            to - from,
+        );
+        let row_index = match self.rows {
+            Rows::Packed { .. } => Some(self.packed.logit_rows.slice(from..to)?),
+            Rows::Decode { .. } => None,
+        };
+        let w = &self.workspace;
+        let out = w.normed.slice(..n * hidden)?;
+        self.kernels.rms_norm(
+            &self.stream,
+            &RmsNorm {
+                residual: w.residual.slice(..rows * hidden)?,
+                delta: Some(w.delta.slice(..rows * hidden)?),
+                weight: self.weights.norm.as_slice(),
+                row_index,
+                out,
+                eps: self.config.rms_norm_eps as f32,
+            },
+        )?;
+        let dims = MatmulDims {
+            m: n,
+            n: vocab,
+            k: hidden,
+        };
+        Ok(self
+            .matmul
+            .multiply(dims, out, self.weights.head(), w.logits.slice(..n * vocab)?, None)?)
+    }
+}
+
+/// `[positions, head_dim]`: cosines, then sines, of every position.
+fn rotations(config: &Qwen3Config, positions: usize) -> Vec<f32> {
+    let frequencies = config.rope.frequencies(config.head_dim);
+    let mut table = vec![0.0; positions * config.head_dim];
+    for (position, row) in table.chunks_exact_mut(config.head_dim).enumerate() {
+        let (cos, sin) = row.split_at_mut(config.head_dim / 2);
+        frequencies.cos_sin(position, cos, sin);
+    }
+    table
+}
+
+impl Backend for CudaBackend {
+    fn config(&self) -> &Qwen3Config {
+        &self.config
+    }
+
+    fn kv_layout(&self) -> &KvLayout {
+        self.cache.layout()
+    }
+
+    fn max_tokens(&self) -> usize {
+        self.options.max_tokens
+    }
+
+    fn prepare(&mut self, plan: &StepPlan<'_>) -> Result<()> {
+        let (tokens, max) = (plan.n_tokens(), self.options.max_tokens);
+        if tokens > max {
+            return Err(Error::StepTooLarge { tokens, max });
+        }
+        let table = plan.table();
+        let layout = self.cache.layout();
+        if (table.n_pages(), table.page_size()) != (layout.n_pages, layout.page_size) {
+            return Err(Error::CacheShape {
+                table_pages: table.n_pages(),
+                table_page_size: table.page_size(),
+                cache_pages: layout.n_pages,
+                cache_page_size: layout.page_size,
+            });
+        }
+        if !std::mem::take(&mut self.mirrored) {
+            // Nobody but us follows the table, so its dirty rows are all that ever changed: a copy of it may be drained.
+            self.mirror.update(&self.stream, &mut table.clone())?;
+        }
+        self.staging.begin()?;
+        self.packed.upload(&self.stream, &mut self.staging, plan)?;
+        self.attention.prepare(&self.stream, plan)?;
+        self.staging.end(&self.stream)?;
+        self.rows = Rows::Packed {
+            tokens,
+            wanted: plan.logit_rows().len(),
+        };
+        Ok(())
+    }
+
+    fn embed(&mut self) -> Result<()> {
+        let rows = self.n_rows();
+        let tokens = match self.rows {
+            Rows::Packed { tokens, .. } => TokenSource::Ids(self.packed.token_ids.slice(..tokens)?),
+            Rows::Decode { bucket } => {
+                // The list of attention's work is the same for all layers.
+                let (slots, positions) = (self.decode.slots(bucket)?, self.decode.positions(bucket)?);
+                self.attention.plan_decode(&self.stream, slots, positions)?;
+                TokenSource::Last {
+                    slots,
+                    last_token: self.last_token.as_slice(),
+                }
+            }
+        };
+        let residual = self.workspace.residual.slice(..rows * self.config.hidden_size)?;
+        self.kernels
+            .embed(&self.stream, self.weights.embed.as_slice(), tokens, residual)
+    }
+
+    fn rms_norm(&mut self, layer: usize, norm: Norm) -> Result<()> {
+        let elements = self.n_rows() * self.config.hidden_size;
+        let weights = &self.weights.layers[layer];
+        let weight = match norm {
+            Norm::Attention => &weights.input_norm,
+            Norm::Mlp => &weights.post_attention_norm,
+        };
+        let delta = match (layer, norm) {
+            (0, Norm::Attention) => None,
+            _ => Some(self.workspace.delta.slice(..elements)?),
+        };
+        self.kernels.rms_norm(
+            &self.stream,
+            &RmsNorm {
+                residual: self.workspace.residual.slice(..elements)?,
+                delta,
+                weight: weight.as_slice(),
+                row_index: None,
+                out: self.workspace.normed.slice(..elements)?,
+                eps: self.config.rms_norm_eps as f32,
+            },
+        )
+    }
+
+    fn project(&mut self, layer: usize, matrix: FusedMatrix) -> Result<()> {
+        let m = self.n_rows();
+        let [n, k] = fused_shape(&self.config, matrix);
+        let dims = MatmulDims { m, n, k };
+        let weight = self.weights.layers[layer].matrix(matrix);
+        let w = &self.workspace;
+        match matrix {
+            FusedMatrix::Qkv => self.matmul.multiply(
+                dims,
+                w.normed.slice(..m * k)?,
+                weight,
+                w.qkv.slice(..m * n)?,
+                None,
+            )?,
+            FusedMatrix::O => self.matmul.multiply(
+                dims,
+                w.mixed.slice(..m * k)?,
+                weight,
+                w.delta.slice(..m * n)?,
+                None,
+            )?,
+            FusedMatrix::GateUp => {
+                self.matmul.multiply(
+                    dims,
+                    w.normed.slice(..m * k)?,
+                    weight,
+                    w.gate_up.slice(..m * n)?,
+                    None,
+                )?;
+            }
+            FusedMatrix::Down => self.matmul.multiply(
+                dims,
+                w.gated.slice(..m * k)?,
+                weight,
+                w.delta.slice(..m * n)?,
+                None,
+            )?,
+        }
+        Ok(())
+    }
+
+    fn qk_norm_rope_write(&mut self, layer: usize) -> Result<()> {
+        let rows = self.n_rows();
+        let (positions, slots) = match self.rows {
+            Rows::Packed { tokens, .. } => (
+                self.packed.positions.slice(..tokens)?,
+                self.packed.slots.slice(..tokens)?,
+            ),
+            Rows::Decode { bucket } => (self.decode.positions(bucket)?, self.decode.slots(bucket)?),
+        };
+        let (config, weights) = (&self.config, &self.weights.layers[layer]);
+        self.kernels.qkv_rope_write(
+            &self.stream,
+            &QkvRopeWrite {
+                qkv: self.workspace.qkv.slice(..rows * config.qkv_size())?,
+                q_norm: weights.q_norm.as_slice(),
+                k_norm: weights.k_norm.as_slice(),
+                cos_sin: self.cos_sin.as_slice(),
+                positions,
+                slots,
+                page_table: self.mirror.rows(),
+                max_pages: self.mirror.max_pages_per_slot(),
+                k_cache: self.cache.keys(layer)?,
+                v_cache: self.cache.values(layer)?,
+                q_heads: config.n_heads,
+                kv_heads: config.n_kv_heads,
+                page_size: self.options.page_size,
+                eps: config.rms_norm_eps as f32,
+            },
+        )
+    }
+
+    fn attention(&mut self, layer: usize) -> Result<()> {
+        let rows = self.n_rows();
+        let operands = Operands {
+            qkv: self.workspace.qkv.slice(..rows * self.config.qkv_size())?,
+            k: self.cache.keys(layer)?,
+            v: self.cache.values(layer)?,
+            page_table: self.mirror.rows(),
+            out: self.workspace.mixed.slice(..rows * self.config.q_size())?,
+        };
+        match self.rows {
+            Rows::Packed { .. } => self.attention.packed(&self.stream, &operands),
+            Rows::Decode { bucket } => self.attention.decode(&self.stream, bucket, &operands),
+        }
+    }
+
+    fn silu_mul(&mut self) -> Result<()> {
+        let (rows, inner) = (self.n_rows(), self.config.intermediate_size);
+        let gate_up = self.workspace.gate_up.slice(..rows * 2 * inner)?;
+        self.kernels.silu_mul(
+            &self.stream,
+            gate_up,
+            self.workspace.gated.slice(..rows * inner)?,
+            rows,
+        )
+    }
+
+    fn logits(&mut self) -> Result<()> {
+        let (wanted, room) = match self.rows {
+            Rows::Packed { wanted, .. } => (wanted, self.workspace.logit_rows),
+            Rows::Decode { bucket } => (bucket, self.workspace.logit_rows),
+        };
+        self.host_logits.clear();
+        if wanted <= room {
+            return if wanted > 0 { self.head(0, wanted) } else { Ok(()) };
+        }
+        // More than fit, as in teacher forcing: piece by piece, through the host.
+        let vocab = self.config.vocab_size;
+        self.host_logits.resize(wanted * vocab, 0.0);
+        for from in (0..wanted).step_by(room) {
+            let to = (from + room).min(wanted);
+            self.head(from, to)?;
+            let logits = self.workspace.logits.slice(..(to - from) * vocab)?;
+            self.stream
+                .download_into(&mut self.host_logits[from * vocab..to * vocab], logits)?;
+        }
+        Ok(())
+    }
+
+    fn read_logits(&mut self) -> Result<&[f32]> {
+        let wanted = match self.rows {
+            Rows::Packed { wanted, .. } => wanted,
+            Rows::Decode { bucket } => bucket,
+        };
+        if self.host_logits.is_empty() && wanted > 0 {
+            let logits = self.workspace.logits.slice(..wanted * self.config.vocab_size)?;
+            self.host_logits = self.stream.download(logits)?;
+        }
+        Ok(&self.host_logits)
+    }
+
+    fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<()> {
+        Ok(self.cache.copy_pages(&self.stream, copies)?)
+    }
+}

@@ -14,8 +14,8 @@ use cuda_graphs::{Device, DeviceSlice, Event, PinnedBuffer, Stream};
 
 use crate::Result;
 
-/// One more than the steps that may be under way, so that the host never waits in `begin`.
-const BUFFERS: usize = 3;
+/// A packed and a decode step each take one: enough for two rounds under way and the one being written.
+const BUFFERS: usize = 6;
 
 #[derive(Debug)]
 struct Buffer {

@@ -1,0 +1,264 @@
+//! A runner on an NVIDIA GPU that works one step ahead of what the host has seen.
+//!
+//! ```text
+//!   submit: page copies, page-table rows ─▶ packed step for prompts ─▶ decode graph ─▶ read-back, event
+//!   collect: wait for the oldest event, read page-locked memory
+//! ```
+//!
+//! Everything is queued on one stream in the order of submission. The input token of a decode row is the one that
+//! the GPU sampled last for its slot, so the next step can be queued before the host knows the token. While the batch
+//! stays the same, a decode step uploads nothing: the graph moves positions and tokens on by itself.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use cuda_graphs::{Compiler, Device};
+use paged_kv::{KvDtype, KvLayout, PageTable};
+use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, Pending, WeightSource};
+use qwen3_model::{Backend, LogitRows, Qwen3Config, SequenceChunk, StepBatch, StepPlanner};
+
+use crate::Error;
+use crate::pool::{PoolLimits, PoolSettings};
+use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
+
+/// Steps submitted and not collected: one that runs and one that waits for it.
+const MAX_IN_FLIGHT: usize = 2;
+/// Prompt tokens per step unless set by the user: enough rows for products to run at full rate.
+const MAX_PREFILL_TOKENS: usize = 4096;
+/// Device memory left for activations, kernels and cuBLASLt when the page pool is sized.
+const RESERVE_BYTES: u64 = 2 << 30;
+
+/// Settings of a [`CudaRunner`] beyond the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CudaSettings {
+    /// The GPU's ordinal.
+    pub ordinal: usize,
+    /// Whether decode steps are captured as graphs; without, the same work is launched kernel by kernel.
+    pub capture: bool,
+}
+
+impl Default for CudaSettings {
+    fn default() -> Self {
+        Self {
+            ordinal: 0,
+            capture: true,
+        }
+    }
+}
+
+/// Seconds that each part of the start took.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct CudaStart {
+    /// Opening the device and the compiler.
+    pub open_s: f64,
+    /// Kernels compiled or loaded, weights uploaded or drawn, buffers taken.
+    pub load_s: f64,
+    /// Algorithms of matrix products chosen and graphs captured.
+    pub capture_s: f64,
+    /// Graphs captured.
+    pub graphs: usize,
+}
+
+/// Runs steps on an NVIDIA GPU. See the [module](self).
+#[derive(Debug)]
+pub struct CudaRunner {
+    backend: CudaBackend,
+    planner: StepPlanner,
+    shape: RunnerShape,
+    device: String,
+    start: CudaStart,
+    pending: VecDeque<Pending>,
+    chunks: Vec<SequenceChunk>,
+    rows: Vec<DecodeRow>,
+}
+
+impl CudaRunner {
+    /// Whether the GPU can be opened and kernels can be compiled for it.
+    ///
+    /// # Errors
+    /// [`Error::DeviceUnavailable`], with what to do.
+    pub fn check_device(ordinal: usize) -> Result<(), Error> {
+        let checked = Device::open(ordinal).and_then(|_| Compiler::new());
+        checked.map(drop).map_err(|error| unavailable(ordinal, error))
+    }
+
+    /// A runner with these weights. Opens the device, loads the model, and captures the decode graphs.
+    ///
+    /// # Errors
+    /// [`Error::DeviceUnavailable`] if there is no usable GPU or a library is missing, with what to do;
+    /// [`Error::InvalidSetting`] for sizes that cannot work; [`Error::Model`] for what the model's backend refuses.
+    pub fn open(
+        config: &Qwen3Config,
+        weights: WeightSource<'_>,
+        pool: &PoolSettings,
+        settings: &CudaSettings,
+    ) -> Result<Self, Error> {
+        let begin = Instant::now();
+        let unavailable = |error| unavailable(settings.ordinal, error);
+        let device = Device::open(settings.ordinal).map_err(unavailable)?;
+        let compiler = Compiler::new().map_err(unavailable)?;
+        let open_s = begin.elapsed().as_secs_f64();
+        // Bytes of a token do not depend on the number of pages.
+        let layout = KvLayout {
+            n_layers: config.n_layers,
+            kv_heads: config.n_kv_heads,
+            head_dim: config.head_dim,
+            n_pages: 2,
+            page_size: 1,
+            dtype: KvDtype::Bf16,
+        };
+        let free = device.memory().map_err(unavailable)?.free as u64;
+        let weight_bytes = 2 * config.n_parameters();
+        let limits = PoolLimits {
+            bytes_per_token: layout.bytes_per_token()?,
+            available_bytes: Some(free.saturating_sub(weight_bytes + RESERVE_BYTES)),
+            max_prefill_tokens: MAX_PREFILL_TOKENS,
+            max_in_flight: MAX_IN_FLIGHT,
+        };
+        let shape = pool.resolve(config, &limits)?;
+        let options = CudaOptions {
+            max_tokens: shape.max_prefill_tokens,
+            max_batch_size: shape.max_batch_size,
+            max_seq_length: shape.max_seq_length,
+            n_pages: shape.n_pages,
+            page_size: shape.page_size,
+        };
+        let backend =
+            CudaBackend::new(&device, &compiler, config.clone(), weights, options).map_err(|error| {
+                match error {
+                    qwen3_model::Error::Cuda(error @ cuda_graphs::Error::MissingLibrary { .. }) => {
+                        unavailable(error)
+                    }
+                    other => Error::Model(other),
+                }
+            })?;
+        let load_s = begin.elapsed().as_secs_f64() - open_s;
+        let info = device.info();
+        let (major, minor) = info.compute_capability;
+        let device = format!(
+            "cuda:{} ({}, compute capability {major}.{minor})",
+            settings.ordinal, info.name
+        );
+        let mut runner = Self {
+            backend,
+            planner: StepPlanner::new(),
+            shape,
+            device,
+            start: CudaStart {
+                open_s,
+                load_s,
+                ..CudaStart::default()
+            },
+            pending: VecDeque::new(),
+            chunks: Vec::new(),
+            rows: Vec::new(),
+        };
+        if settings.capture {
+            runner.start.graphs = runner.backend.capture()?.buckets.len();
+            runner.start.capture_s = begin.elapsed().as_secs_f64() - open_s - load_s;
+        }
+        Ok(runner)
+    }
+
+    /// The model's backend.
+    pub fn backend(&self) -> &CudaBackend {
+        &self.backend
+    }
+
+    /// The backend, for what only it can do; not while steps are under way.
+    pub fn backend_mut(&mut self) -> &mut CudaBackend {
+        &mut self.backend
+    }
+
+    /// How long the start took.
+    pub fn start(&self) -> &CudaStart {
+        &self.start
+    }
+
+    fn error(&self, reason: &str) -> Error {
+        Error::Runner {
+            device: self.device.clone(),
+            reason: reason.into(),
+        }
+    }
+}
+
+fn unavailable(ordinal: usize, error: cuda_graphs::Error) -> Error {
+    Error::DeviceUnavailable {
+        device: format!("cuda:{ordinal}"),
+        reason: error.to_string(),
+    }
+}
+
+impl Runner for CudaRunner {
+    fn shape(&self) -> RunnerShape {
+        self.shape
+    }
+
+    fn device(&self) -> String {
+        self.device.clone()
+    }
+
+    fn memory(&self) -> RunnerMemory {
+        RunnerMemory {
+            weight_bytes: self.backend.weight_bytes(),
+            kv_bytes: self.backend.kv_layout().bytes().unwrap_or(u64::MAX),
+        }
+    }
+
+    fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {
+        if self.pending.len() >= MAX_IN_FLIGHT {
+            return Err(self.error("a step was submitted while two were under way"));
+        }
+        self.backend.copy_pages(&step.copies)?;
+        self.backend.sync_pages(pages)?;
+        let mut sampled = 0;
+        if !step.prefill.is_empty() {
+            self.chunks.clear();
+            self.chunks.extend(step.prefill.iter().map(|chunk| SequenceChunk {
+                slot: chunk.slot,
+                start: chunk.start,
+                len: chunk.len,
+                wants_logits: chunk.sample.is_some(),
+            }));
+            let batch = StepBatch {
+                token_ids: &step.token_ids,
+                chunks: &self.chunks,
+            };
+            let plan = self
+                .planner
+                .plan(self.backend.config(), &batch, pages, LogitRows::Wanted)?;
+            sampled = self.backend.prefill(&plan)?;
+        }
+        self.rows.clear();
+        self.rows.extend(step.decode.iter().map(|row| DecodeRow {
+            slot: row.slot.index(),
+            position: row.position,
+        }));
+        self.backend.decode(&self.rows)?;
+        self.pending
+            .push_back(self.backend.read_back(sampled, self.rows.len())?);
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Vec<SampledToken>, Error> {
+        let Some(pending) = self.pending.pop_front() else {
+            return Err(self.error("nothing was submitted"));
+        };
+        let sampled = self.backend.collect(pending)?;
+        Ok(sampled
+            .into_iter()
+            .map(|s| SampledToken {
+                token: s.token,
+                logprob: s.logprob,
+            })
+            .collect())
+    }
+
+    fn reset(&mut self) {
+        self.pending.clear();
+        if let Err(error) = self.backend.reset() {
+            tracing::error!(%error, "the GPU reports an error of the steps that were given up");
+        }
+    }
+}

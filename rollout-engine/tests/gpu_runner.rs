@@ -1,0 +1,286 @@
+//! The engine on a GPU against the golden completions of the bundled model: eager and in every bucket, under
+//! preemption, and for thousands of requests.
+#![cfg(feature = "cuda")]
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use qwen3_model::cuda::WeightSource;
+use qwen3_model::{Qwen3Config, Weights};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rollout_engine::cuda_runner::{CudaRunner, CudaSettings};
+use rollout_engine::{Event, PoolSettings, RequestId, SamplingParams, Scheduler, TokenCompletion};
+
+/// Where the reference's two best logits are nearer than this, a bf16 engine may choose the other one.
+const CLOSE: f64 = 0.05;
+
+struct Golden {
+    prompt: Vec<u32>,
+    completion: Vec<u32>,
+    logprobs: Vec<f64>,
+    gap: f64,
+}
+
+/// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
+fn repository() -> PathBuf {
+    let built = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+    let places = [built, PathBuf::from("."), PathBuf::from("..")];
+    let found = places
+        .into_iter()
+        .find(|place| place.join("fixtures/golden").is_dir());
+    found.expect("run this in the repository, which holds fixtures/golden")
+}
+
+fn goldens() -> Vec<Golden> {
+    let path = repository().join("fixtures/golden/greedy-base.json");
+    let json: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let numbers = |value: &serde_json::Value| -> Vec<f64> {
+        value
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|x| x.as_f64().unwrap())
+            .collect()
+    };
+    let ids = |value: &serde_json::Value| numbers(value).into_iter().map(|x| x as u32).collect();
+    let golden = |entry: &serde_json::Value| Golden {
+        prompt: ids(&entry["prompt_ids"]),
+        completion: ids(&entry["completion_ids"]),
+        logprobs: numbers(&entry["logprobs"]),
+        gap: entry["min_top2_logit_gap"].as_f64().unwrap(),
+    };
+    json.as_array().unwrap().iter().map(golden).collect()
+}
+
+fn scheduler(pool: PoolSettings, capture: bool) -> Scheduler<CudaRunner> {
+    let dir = repository().join("rollout-engine/models/tiny-qwen3-math");
+    let config = Qwen3Config::from_dir(&dir).unwrap();
+    let weights = Weights::open(&dir, &config).unwrap();
+    let settings = CudaSettings {
+        capture,
+        ..CudaSettings::default()
+    };
+    let runner = CudaRunner::open(&config, WeightSource::Given(&weights), &pool, &settings).unwrap();
+    let generation = qwen3_model::GenerationConfig::from_dir(&dir).unwrap().unwrap();
+    Scheduler::new(runner, generation.eos_token_ids).unwrap()
+}
+
+fn pool(batch: usize, page_size: usize, n_pages: usize) -> PoolSettings {
+    PoolSettings {
+        max_batch_size: Some(batch),
+        max_seq_length: Some(512),
+        n_pages: Some(n_pages),
+        page_size: Some(page_size),
+        max_prefill_tokens: Some(2048),
+    }
+}
+
+/// Runs all requests to their end. Every page must be free then.
+fn run(
+    scheduler: &mut Scheduler<CudaRunner>,
+    requests: impl IntoIterator<Item = (Vec<u32>, SamplingParams)>,
+) -> Vec<TokenCompletion> {
+    let ids: Vec<RequestId> = requests
+        .into_iter()
+        .map(|(prompt, sampling)| scheduler.submit(prompt, &sampling).unwrap())
+        .collect();
+    let mut events = Vec::new();
+    let mut done = BTreeMap::new();
+    while scheduler.has_unfinished() {
+        scheduler.step(&mut events).unwrap();
+        for event in events.drain(..) {
+            if let Event::Finished { request, result } = event {
+                done.insert(request, result.unwrap());
+            }
+        }
+    }
+    let pages = scheduler.pages();
+    pages.check_integrity().unwrap();
+    assert_eq!(pages.free_pages(), pages.n_pages() - 1, "pages are lost");
+    ids.into_iter().map(|id| done.remove(&id).unwrap()).collect()
+}
+
+fn greedy(max_new_tokens: usize) -> SamplingParams {
+    SamplingParams {
+        max_new_tokens,
+        ..SamplingParams::default()
+    }
+}
+
+/// Compares with the goldens; where the reference was nearly undecided, only up to the first difference. Returns how
+/// many completions left their golden one there.
+fn assert_golden(what: &str, goldens: &[&Golden], completions: &[TokenCompletion]) -> usize {
+    let (mut excepted, mut sum, mut largest, mut count) = (0, 0f64, 0f64, 0);
+    for (index, (golden, completion)) in goldens.iter().zip(completions).enumerate() {
+        assert_eq!(completion.prompt_token_ids, golden.prompt, "{what}");
+        let same = golden
+            .completion
+            .iter()
+            .zip(&completion.token_ids)
+            .take_while(|(a, b)| a == b)
+            .count();
+        if completion.token_ids != golden.completion {
+            assert!(
+                golden.gap < CLOSE,
+                "{what}: prompt {index} leaves its golden completion at token {same}: {:?}, not {:?}",
+                completion.token_ids,
+                golden.completion
+            );
+            excepted += 1;
+        }
+        for (ours, golden) in completion.logprobs.iter().zip(&golden.logprobs).take(same) {
+            let difference = (f64::from(*ours) - golden).abs();
+            assert!(
+                difference.is_finite(),
+                "{what}: prompt {index} has log-probability {ours}"
+            );
+            (sum, count) = (sum + difference, count + 1);
+            largest = largest.max(difference);
+        }
+    }
+    let mean = sum / f64::from(count.max(1));
+    eprintln!(
+        "{what}: {} completions, {excepted} excepted, log-probabilities off by {mean:.6} on average, {largest:.4} at most",
+        completions.len()
+    );
+    // The model is confident: most log-probabilities are near 0.
+    assert!(
+        mean < 0.01,
+        "{what}: log-probabilities are off by {mean} on average"
+    );
+    excepted
+}
+
+fn golden_run(scheduler: &mut Scheduler<CudaRunner>, what: &str, goldens: &[&Golden]) -> usize {
+    let completions = run(
+        scheduler,
+        goldens.iter().map(|golden| (golden.prompt.clone(), greedy(400))),
+    );
+    assert_golden(what, goldens, &completions)
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn eager_decoding_gives_the_golden_completions() {
+    let goldens = goldens();
+    let all: Vec<&Golden> = goldens.iter().collect();
+    for (batch, page_size) in [(1, 64), (5, 16), (48, 128)] {
+        let mut scheduler = scheduler(pool(batch, page_size, 2 + 48 * 512 / page_size), false);
+        golden_run(
+            &mut scheduler,
+            &format!("eager, batch {batch}, page size {page_size}"),
+            &all,
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn graphed_decoding_gives_the_golden_completions_at_every_page_size() {
+    let goldens = goldens();
+    let all: Vec<&Golden> = goldens.iter().collect();
+    for page_size in [16, 32, 64, 128, 256] {
+        let mut scheduler = scheduler(pool(48, page_size, 2 + 48 * 512 / page_size), true);
+        let what = format!("page size {page_size}");
+        golden_run(&mut scheduler, &what, &all);
+        let reversed: Vec<&Golden> = goldens.iter().rev().collect();
+        golden_run(&mut scheduler, &format!("{what}, in reverse"), &reversed);
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn every_batch_from_1_to_64_gives_the_golden_completions_across_bucket_edges() {
+    let goldens = goldens();
+    let mut scheduler = scheduler(pool(64, 64, 1 + 64 * 8), true);
+    let mut excepted = 0;
+    for batch in 1..=64 {
+        // As many prompts as rows; the batch shrinks through the smaller buckets as they end.
+        let chosen: Vec<&Golden> = (0..batch)
+            .map(|i| &goldens[(i * 7 + batch) % goldens.len()])
+            .collect();
+        excepted += golden_run(&mut scheduler, &format!("batch {batch}"), &chosen);
+    }
+    eprintln!("{excepted} completions left a nearly undecided golden one");
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_maximum_batch_that_is_no_bucket_of_the_usual_ones_works() {
+    let goldens = goldens();
+    for batch in [3, 7, 12, 15, 18] {
+        let mut scheduler = scheduler(pool(batch, 64, 1 + batch * 8), true);
+        let chosen: Vec<&Golden> = goldens.iter().take(2 * batch).collect();
+        golden_run(&mut scheduler, &format!("maximum batch {batch}"), &chosen);
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn preempted_sequences_resume_to_the_same_completion_during_graphed_decoding() {
+    let goldens = goldens();
+    let all: Vec<&Golden> = goldens.iter().collect();
+    for (batch, page_size, n_pages) in [(16, 16, 60), (8, 16, 30), (32, 64, 24)] {
+        let mut scheduler = scheduler(pool(batch, page_size, n_pages), true);
+        golden_run(
+            &mut scheduler,
+            &format!("{batch} rows in {n_pages} pages of {page_size}"),
+            &all,
+        );
+        let statistics = scheduler.statistics();
+        assert!(
+            statistics.preemptions > 0,
+            "the pool was meant to be tight: {statistics:?}"
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn chunked_prompts_give_the_golden_completions() {
+    let goldens = goldens();
+    let all: Vec<&Golden> = goldens.iter().collect();
+    for budget in [1, 7, 33] {
+        let settings = PoolSettings {
+            max_prefill_tokens: Some(budget),
+            ..pool(16, 16, 600)
+        };
+        let mut scheduler = scheduler(settings, true);
+        golden_run(&mut scheduler, &format!("{budget} prompt tokens per step"), &all);
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn two_thousand_requests_in_a_tight_pool_end_with_every_page_free() {
+    let mut scheduler = scheduler(pool(32, 16, 120), true);
+    let mut rng = ChaCha8Rng::seed_from_u64(7);
+    let requests: Vec<(Vec<u32>, SamplingParams)> = (0..2000)
+        .map(|_| {
+            let prompt = (0..rng.random_range(1..120))
+                .map(|_| rng.random_range(5..500))
+                .collect();
+            let sampling = SamplingParams {
+                ignore_eos: rng.random(),
+                ..greedy(rng.random_range(1..160))
+            };
+            (prompt, sampling)
+        })
+        .collect();
+    let first = run(&mut scheduler, requests.clone());
+    assert_eq!(first.len(), 2000);
+    for ((prompt, sampling), completion) in requests.iter().zip(&first) {
+        assert_eq!(&completion.prompt_token_ids, prompt);
+        assert!(!completion.token_ids.is_empty() && completion.token_ids.len() <= sampling.max_new_tokens);
+        assert_eq!(completion.token_ids.len(), completion.logprobs.len());
+        assert!(
+            completion
+                .logprobs
+                .iter()
+                .all(|logprob| *logprob <= 0.0 && logprob.is_finite())
+        );
+    }
+    eprintln!("{:?}", scheduler.statistics());
+    assert!(scheduler.statistics().preemptions > 0);
+}
