@@ -23,11 +23,16 @@ pub struct ResourceUsage {
     pub stack_bytes: u32,
     /// Shared memory per block that the kernel declares with a fixed size.
     pub static_shared_bytes: u32,
-    /// Bytes of all parameters together.
+    /// Number of parameters.
+    pub parameters: u32,
+    /// Bytes of all parameters together, without gaps between them.
     pub parameter_bytes: u32,
 }
 
-const ATTRIBUTE_PARAMETER_BYTES: u8 = 0x19;
+/// One per parameter. Its size stands above 18 bits of flags in the third word. The attribute that tells the size of all
+/// parameters (0x19) counts the gap before an aligned first one, too.
+const ATTRIBUTE_PARAMETER: u8 = 0x17;
+const PARAMETER_SIZE_SHIFT: u32 = 18;
 const ATTRIBUTE_FRAME_BYTES: u8 = 0x11;
 const ATTRIBUTE_REGISTERS: u8 = 0x2f;
 /// `.nv.info` entries that carry their value in the header instead of after it.
@@ -78,10 +83,11 @@ pub fn resource_usage(cubin: &[u8], log: &str) -> Result<Vec<ResourceUsage>> {
             .and_then(|name| usage.get_mut(name))
         {
             for (attribute, value) in attributes(elf.data(section)?) {
-                if attribute == ATTRIBUTE_PARAMETER_BYTES
-                    && let [low, high, ..] = *value
+                if attribute == ATTRIBUTE_PARAMETER
+                    && let Some(description) = word(value, 8)
                 {
-                    of.parameter_bytes = u32::from(u16::from_le_bytes([low, high]));
+                    of.parameters += 1;
+                    of.parameter_bytes += description >> PARAMETER_SIZE_SHIFT;
                 }
             }
         }

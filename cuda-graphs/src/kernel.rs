@@ -413,6 +413,12 @@ impl Kernel {
                 self.usage.parameter_bytes
             ));
         }
+        if self.usage.parameters > 1 {
+            return refuse(format!(
+                "the kernel has {} parameters; put them into one struct",
+                self.usage.parameters
+            ));
+        }
         if let Some(cluster) = config.cluster {
             if !self.module.device.info().has_clusters() {
                 return refuse("the device has no clusters".to_string());

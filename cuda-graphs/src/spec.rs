@@ -217,6 +217,7 @@ mod tests {
             spill_load_bytes: 4,
             stack_bytes: 16,
             static_shared_bytes: 1024,
+            parameters: 1,
             parameter_bytes: 8,
         };
         assert!(limits.violations(&usage).is_empty());

@@ -123,6 +123,35 @@ fn spills_and_shared_memory_are_seen_on_every_architecture() {
 }
 
 #[test]
+fn the_size_of_an_aligned_parameter_has_no_gap_in_it() {
+    // On 9.0 the driver places a parameter of this alignment 48 bytes into the parameter memory.
+    const ALIGNED: &str = r#"
+        struct Params { alignas(64) char map[128]; float* x; int n; int rest[13]; };
+        extern "C" __global__ void one(const __grid_constant__ Params p) { p.x[0] = p.n; }
+        extern "C" __global__ void three(int a, const __grid_constant__ Params p, char c) { p.x[0] = p.n + a + c; }
+    "#;
+    let folder = tempfile::tempdir().unwrap();
+    let Some(compiler) = compiler(folder.path()) else {
+        return;
+    };
+    for arch in Arch::TESTED {
+        let usage = compiler
+            .compile_for(&KernelSpec::new("aligned", ALIGNED), arch)
+            .unwrap()
+            .usage;
+        let of = |index: usize| {
+            (
+                usage[index].kernel.as_str(),
+                usage[index].parameters,
+                usage[index].parameter_bytes,
+            )
+        };
+        assert_eq!(of(0), ("one", 1, 192), "{arch}");
+        assert_eq!(of(1), ("three", 3, 4 + 192 + 1), "{arch}");
+    }
+}
+
+#[test]
 fn the_second_compilation_comes_from_the_cache_with_the_same_bytes_and_usage() {
     let folder = tempfile::tempdir().unwrap();
     let Some(compiler) = compiler(folder.path()) else {

@@ -178,6 +178,7 @@ pub(crate) fn kernel_specs() -> Vec<KernelSpec> {
     .to_vec();
     let limits = Limits {
         static_shared_bytes: 2048,
+        stack_bytes: 16,
         ..Limits::registers(40)
     };
     let tma = KernelSpec::new("tma", TMA)
