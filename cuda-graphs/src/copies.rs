@@ -2,9 +2,10 @@
 
 use bytemuck::Pod;
 
-use crate::buffer::{DeviceSlice, PinnedSlice};
+use crate::buffer::DeviceSlice;
 use crate::driver::cu;
 use crate::error::{Error, Result};
+use crate::pinned::PinnedSlice;
 use crate::stream::Stream;
 
 /// Copies and fills. All take views or whole buffers of equal length.

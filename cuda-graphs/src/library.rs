@@ -1,12 +1,15 @@
 //! Finding NVIDIA's libraries where people have them, and opening them without a panic.
 //!
-//! The folders are tried in the order of [`folders`]; within them a version whose major number the driver
-//! supports comes before a newer one, because a cubin made by a newer NVRTC does not load on an older driver.
+//! The places are tried in the order of [`candidates`]; a version whose major number the driver supports comes before
+//! a newer one wherever it is, because a cubin made by a newer NVRTC does not load on an older driver.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
+
+/// Oldest major version of the libraries that is used.
+const OLDEST: u32 = 12;
 
 /// Folders to search before all others, separated like `PATH`.
 pub const LIBRARY_PATH_VARIABLE: &str = "ROLLOUT_CUDA_LIBRARIES";
@@ -54,16 +57,23 @@ impl Surroundings<'static> {
     }
 }
 
-/// The folders where a library may be, most specific first, without repeats. Not all of them exist.
-pub(crate) fn folders(at: &Surroundings<'_>) -> Vec<PathBuf> {
-    let var = |name: &str| (at.var)(name).filter(|value| !value.is_empty());
+/// The folders that the user named for this purpose; searched before the loader's path.
+fn named_folders(at: &Surroundings<'_>) -> Vec<PathBuf> {
     let mut found = Vec::new();
-    if let Some(list) = var(LIBRARY_PATH_VARIABLE) {
-        for folder in std::env::split_paths(&list) {
+    if let Some(list) = (at.var)(LIBRARY_PATH_VARIABLE) {
+        for folder in std::env::split_paths(&list).filter(|folder| !folder.as_os_str().is_empty()) {
             found.push(folder.clone());
             found.extend(wheel_folders(&folder));
         }
     }
+    found
+}
+
+/// The folders where a library usually is, most specific first, without repeats; searched after the loader's path.
+/// Not all of them exist.
+fn usual_folders(at: &Surroundings<'_>) -> Vec<PathBuf> {
+    let var = |name: &str| (at.var)(name).filter(|value| !value.is_empty());
+    let mut found = Vec::new();
     for name in ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"] {
         found.extend(
             var(name)
@@ -192,51 +202,57 @@ fn major_of(name: &str, stem: &str) -> Result<Option<u32>, ()> {
     }
 }
 
-/// Everything that may be the library, best first: the loader's path, then [`folders`]; versions that a driver of
-/// major version `driver` cannot serve last.
-pub(crate) fn candidates(kind: LibraryKind, driver: Option<u32>, at: &Surroundings<'_>) -> Vec<Candidate> {
-    let newest = 19;
-    let mut found: Vec<Candidate> = (12..=driver.unwrap_or(newest).clamp(12, newest))
-        .rev()
-        .map(|major| Candidate {
-            path: format!("lib{}.so.{major}", kind.stem).into(),
-            major: Some(major),
+/// Files in `folder` that may be the library, newest first.
+fn candidates_in(folder: &Path, kind: LibraryKind) -> Vec<Candidate> {
+    let mut found: Vec<Candidate> = children(folder, "lib")
+        .into_iter()
+        .filter_map(|(name, path)| {
+            Some(Candidate {
+                path,
+                major: major_of(&name, kind.stem).ok()?,
+            })
+        })
+        .map(|mut candidate| {
+            if candidate.major.is_none()
+                && let Ok(target) = std::fs::canonicalize(&candidate.path)
+                && let Some(name) = target.file_name().and_then(OsStr::to_str)
+            {
+                candidate.major = major_of(name, kind.stem).ok().flatten();
+            }
+            candidate
         })
         .collect();
-    for folder in folders(at) {
-        let mut here: Vec<Candidate> = children(&folder, "lib")
-            .into_iter()
-            .filter_map(|(name, path)| {
-                Some(Candidate {
-                    path,
-                    major: major_of(&name, kind.stem).ok()?,
-                })
-            })
-            .map(|mut candidate| {
-                if candidate.major.is_none()
-                    && let Ok(target) = std::fs::canonicalize(&candidate.path)
-                    && let Some(name) = target.file_name().and_then(OsStr::to_str)
-                {
-                    candidate.major = major_of(name, kind.stem).ok().flatten();
-                }
-                candidate
-            })
-            .collect();
-        here.sort_by_key(|candidate| std::cmp::Reverse(candidate.major));
-        found.extend(here);
+    found.sort_by_key(|candidate| std::cmp::Reverse(candidate.major));
+    found
+}
+
+/// Everything that may be the library, best first: the folders the user named, the loader's path, the usual folders;
+/// of these the versions that a driver of major version `driver` cannot serve last.
+pub(crate) fn candidates(kind: LibraryKind, driver: Option<u32>, at: &Surroundings<'_>) -> Vec<Candidate> {
+    let on_loader_path = |major: u32| Candidate {
+        path: format!("lib{}.so.{major}", kind.stem).into(),
+        major: Some(major),
+    };
+    let newest_tried = 19;
+    let newest_served = driver.unwrap_or(newest_tried).clamp(OLDEST, newest_tried);
+    let mut found = Vec::new();
+    for folder in named_folders(at) {
+        found.extend(candidates_in(&folder, kind));
+    }
+    found.extend((OLDEST..=newest_served).rev().map(on_loader_path));
+    for folder in usual_folders(at) {
+        found.extend(candidates_in(&folder, kind));
     }
     found.push(Candidate {
         path: format!("lib{}.so", kind.stem).into(),
         major: None,
     });
+    found.extend((newest_served + 1..=newest_tried).map(on_loader_path));
     if let Some(driver) = driver {
-        found.extend((driver + 1..=newest).map(|major| Candidate {
-            path: format!("lib{}.so.{major}", kind.stem).into(),
-            major: Some(major),
-        }));
         // Stable: keeps the order within both groups.
         found.sort_by_key(|candidate| candidate.major.is_some_and(|major| major > driver));
     }
+    found.retain(|candidate| candidate.major.is_none_or(|major| major >= OLDEST));
     found
 }
 
@@ -279,8 +295,9 @@ impl OpenLibrary {
         }
         let mut searched = vec!["the loader's path".to_string()];
         searched.extend(
-            folders(&at)
+            named_folders(&at)
                 .into_iter()
+                .chain(usual_folders(&at))
                 .filter(|f| f.is_dir())
                 .map(|f| f.display().to_string()),
         );

@@ -6,7 +6,6 @@
 //! disk. The result of a product depends on its shape and the choice alone.
 
 use std::collections::{BTreeMap, HashMap};
-use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -18,12 +17,8 @@ use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::cache::CacheLocation;
 use crate::choices::{Choice, ChoiceFile};
 use crate::error::{Error, Result};
-use crate::stream::{Event, Stream};
-
-/// Timed runs per algorithm.
-const RUNS: usize = 5;
-/// An algorithm whose first run takes this much longer than the best so far is not run again.
-const HOPELESS: f64 = 1.5;
+use crate::stream::Stream;
+use crate::tuning::{Tuner, row_class};
 
 /// Element types of a product's output.
 pub trait MatmulElement: Pod + sealed::Sealed {
@@ -362,6 +357,13 @@ impl Matmul {
         let class_name = name::<T>(class, key.residual);
         let product = Product::new(self.lt, [m, n, k], T::CODE, name::<T>(key.dims, key.residual))?;
         let workspace = self.workspace.len();
+        let tuner = Tuner {
+            lt: self.lt,
+            handle: &self.handle,
+            stream: &self.stream,
+            workspace: (self.workspace.ptr(), workspace),
+            algorithms: self.algorithms,
+        };
         let known = state.choices.get(&class_name).cloned();
         let choice = match known {
             Some(choice) if product.accepts(self.lt, &self.handle, &choice.algorithm, workspace) => choice,
@@ -377,7 +379,7 @@ impl Matmul {
                 let choice = match known.filter(fits_class) {
                     Some(choice) => choice,
                     None => {
-                        let choice = self.choose::<T>(&of_class, class, key.residual, w)?;
+                        let choice = tuner.choose::<T>(&of_class, class, key.residual, w)?;
                         // One that was not timed for want of memory is tried again by the next process.
                         if choice.microseconds > 0.0 {
                             self.file.add(&class_name, &choice);
@@ -389,7 +391,7 @@ impl Matmul {
                 if product.accepts(self.lt, &self.handle, &choice.algorithm, workspace) {
                     choice
                 } else {
-                    self.guess(&product)?
+                    tuner.guess(&product)?
                 }
             }
         };
@@ -407,206 +409,16 @@ impl Matmul {
         state.plans.insert(key, plan.clone());
         Ok(plan)
     }
-
-    /// The library's own first guess for a product.
-    fn guess(&self, product: &Product) -> Result<Choice> {
-        let found = product.heuristics(self.lt, &self.handle, self.workspace.len(), 1)?;
-        let first = found.first().ok_or_else(|| unsupported("no algorithm"))?;
-        Ok(Choice {
-            algorithm: first.algorithm,
-            microseconds: 0.0,
-            tried: 1,
-        })
-    }
-
-    /// Times the algorithms for a class of shapes and returns the fastest.
-    fn choose<T: MatmulElement>(
-        &self,
-        product: &Product,
-        dims: MatmulDims,
-        with_residual: bool,
-        w: DeviceSlice<'_, bf16>,
-    ) -> Result<Choice> {
-        let product_name = name::<T>(dims, with_residual);
-        let found = product.heuristics(self.lt, &self.handle, self.workspace.len(), self.algorithms)?;
-        let Some(first) = found.first() else {
-            return Err(Error::Blas {
-                call: "cublasLtMatmulAlgoGetHeuristic",
-                shape: product_name,
-                status: "no algorithm".to_string(),
-            });
-        };
-        let untimed = Choice {
-            algorithm: first.algorithm,
-            microseconds: 0.0,
-            tried: 1,
-        };
-        // Without memory to try things out the library's guess must do.
-        let scratch = Scratch::<T>::new(&self.stream, dims, w);
-        let (1.., Ok(scratch)) = (found.len().saturating_sub(1), scratch) else {
-            return Ok(untimed);
-        };
-        let at = Addresses {
-            x: scratch.x.ptr(),
-            w: w.ptr(),
-            y: scratch.y.ptr(),
-            residual: with_residual.then(|| scratch.y.ptr()),
-        };
-        let mut best: Option<Choice> = None;
-        for candidate in &found {
-            let mut times = Vec::with_capacity(RUNS);
-            // The first run loads the kernel and is not counted.
-            for run in 0..=RUNS {
-                let Ok(us) = self.time(&scratch, product, &candidate.algorithm, at) else {
-                    break;
-                };
-                if run > 0 {
-                    times.push(us);
-                }
-                if times.len() == 1
-                    && best
-                        .as_ref()
-                        .is_some_and(|best| us > HOPELESS * best.microseconds)
-                {
-                    break;
-                }
-            }
-            times.sort_by(f64::total_cmp);
-            if let Some(&microseconds) = times.get(times.len() / 2)
-                && best.as_ref().is_none_or(|best| microseconds < best.microseconds)
-            {
-                best = Some(Choice {
-                    algorithm: candidate.algorithm,
-                    microseconds,
-                    tried: found.len(),
-                });
-            }
-        }
-        if let Some(best) = &best {
-            tracing::debug!(product = %product_name, us = best.microseconds, tried = best.tried, "algorithm chosen");
-        }
-        best.ok_or_else(|| Error::Blas {
-            call: "cublasLtMatmul",
-            shape: product_name,
-            status: format!("none of {} algorithms runs", found.len()),
-        })
-    }
-
-    /// Microseconds of one run with a cold L2 cache.
-    fn time<T: MatmulElement>(
-        &self,
-        scratch: &Scratch<T>,
-        product: &Product,
-        algorithm: &Algorithm,
-        at: Addresses,
-    ) -> Result<f64> {
-        if let Some(flush) = &scratch.flush {
-            self.stream.fill_bytes(flush, 1)?;
-        }
-        let raw = self.stream.bound()?;
-        self.stream.record(&scratch.start)?;
-        // SAFETY: the scratch operands are as long as the product says and live until the wait below.
-        unsafe {
-            let workspace = (self.workspace.ptr(), self.workspace.len());
-            product.run(self.lt, &self.handle, algorithm, at, workspace, raw.cast())
-        }?;
-        self.stream.record(&scratch.end)?;
-        Ok(f64::from(scratch.start.elapsed_ms(&scratch.end)?) * 1e3)
-    }
 }
 
-/// Memory and events to time with.
-struct Scratch<T> {
-    x: DeviceBuffer<bf16>,
-    y: DeviceBuffer<T>,
-    /// Twice the L2 cache, if there is memory for it.
-    flush: Option<DeviceBuffer<u8>>,
-    start: Event,
-    end: Event,
-    element: PhantomData<T>,
-}
-
-impl<T: MatmulElement> Scratch<T> {
-    /// X is filled with pieces of `w`: never time on zeros, which cost less power and so less time.
-    fn new(stream: &Stream, dims: MatmulDims, w: DeviceSlice<'_, bf16>) -> Result<Self> {
-        let device = stream.device();
-        let too_large = || unsupported("too many elements");
-        let x_len = dims.m.checked_mul(dims.k).ok_or_else(too_large)?;
-        let y_len = dims.m.checked_mul(dims.n).ok_or_else(too_large)?;
-        let x = DeviceBuffer::<bf16>::zeroed(device, x_len)?;
-        let mut filled = 0;
-        while filled < x_len {
-            let piece = w.len().min(x_len - filled);
-            stream.copy(x.slice(filled..filled + piece)?, w.slice(..piece)?)?;
-            filled += piece;
-        }
-        let y = DeviceBuffer::zeroed(device, y_len)?;
-        let flush = DeviceBuffer::zeroed(device, 2 * device.info().l2_bytes).ok();
-        let (start, end) = (Event::new(device)?, Event::new(device)?);
-        Ok(Self {
-            x,
-            y,
-            flush,
-            start,
-            end,
-            element: PhantomData,
-        })
-    }
-}
-
-fn unsupported(status: &str) -> Error {
-    Error::Blas {
-        call: "cublasLtMatmul",
-        shape: "a product".to_string(),
-        status: status.to_string(),
-    }
-}
-
-fn name<T: MatmulElement>(dims: MatmulDims, residual: bool) -> String {
+pub(crate) fn name<T: MatmulElement>(dims: MatmulDims, residual: bool) -> String {
     let residual = if residual { " + residual" } else { "" };
     format!("m{} n{} k{} {}{residual}", dims.m, dims.n, dims.k, T::NAME)
-}
-
-/// The row count whose algorithm also serves `m` rows: the buckets of decoding up to 256, then two per doubling.
-fn row_class(m: usize) -> usize {
-    match m {
-        0..=8 => m.max(1).next_power_of_two(),
-        9..=256 => m.next_multiple_of(16),
-        // Beyond any batch; a class of its own keeps the arithmetic in range.
-        _ if m > 1 << 40 => m,
-        _ => {
-            let power = m.next_power_of_two();
-            if m <= power / 4 * 3 { power / 4 * 3 } else { power }
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn row_classes_hold_every_row_count_and_do_not_grow_it_by_more_than_half_beyond_8() {
-        let mut classes = std::collections::BTreeSet::new();
-        for m in 1..=20_000 {
-            let class = row_class(m);
-            assert!(class >= m);
-            assert_eq!(row_class(class), class, "a class serves itself");
-            if m > 8 {
-                assert!(class <= (m + 15).max(m + m.div_ceil(2)), "{m} -> {class}");
-            }
-            classes.insert(class);
-        }
-        assert_eq!(row_class(usize::MAX), usize::MAX);
-        assert!(classes.len() < 40, "{} classes to time", classes.len());
-        for bucket in crate::BucketSet::new(256).unwrap().sizes() {
-            assert_eq!(
-                row_class(*bucket),
-                *bucket,
-                "each bucket of decoding has its own class"
-            );
-        }
-    }
 
     #[test]
     fn products_are_named_by_shape_type_and_residual() {

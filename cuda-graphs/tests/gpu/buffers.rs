@@ -8,7 +8,7 @@ use crate::support::stream;
 fn a_device_tells_what_it_is() {
     let device = Device::open(0).unwrap();
     let info = device.info();
-    println!("{info:?} {:?}", device.memory().unwrap());
+    eprintln!("{info:?} {:?}", device.memory().unwrap());
     assert!(!info.name.is_empty() && info.multiprocessors > 0 && info.memory_bytes > 1 << 30);
     assert!(info.shared_bytes_per_block >= 96 << 10 && info.l2_bytes > 1 << 20);
     let memory = device.memory().unwrap();

@@ -287,7 +287,7 @@ fn cache(stream: &Stream, max: usize) -> GraphCache<Step> {
 fn every_batch_runs_in_its_bucket_with_padded_rows_beyond() {
     let stream = stream();
     let cache = cache(&stream, 40);
-    println!("{}", cache.report());
+    eprintln!("{}", cache.report());
     let captured: Vec<_> = cache
         .report()
         .buckets

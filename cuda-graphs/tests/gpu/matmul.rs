@@ -152,7 +152,7 @@ fn products_are_captured_after_they_ran_once_and_replay_bit_for_bit() {
         "{unprepared:?}"
     );
     let report = matmul.prepare::<bf16>(dims, &w, false).unwrap();
-    println!("{report:?}");
+    eprintln!("{report:?}");
     assert!(report.tried >= 1);
     let graph = Capture::record::<Error>(&stream, run).unwrap();
     let compared = cuda_graphs::verify::<Error>(&stream, &graph, &[], &[&y], run).unwrap();
