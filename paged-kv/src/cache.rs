@@ -83,7 +83,7 @@ impl KvCache {
     /// Stores the keys and values of `n` tokens of one layer.
     ///
     /// - `physical`, `[n]`: where each token goes, from
-    ///   [`PageTable::write_positions`](crate::PageTable::write_positions);
+    ///   [`PageTable::write_positions`](crate::PageTable::write_positions); of a place given twice the last token stays;
     /// - `k`, `v`, `[n, kv_heads, head_dim]`: rounded to the nearest (ties to even) in a bf16 cache.
     ///
     /// # Errors

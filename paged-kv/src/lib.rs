@@ -1,4 +1,4 @@
-//! Page table and paged KV cache for language-model inference: reserve, erase, fork with copy on write.
+#![doc = include_str!("../README.md")]
 #![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
 #![cfg_attr(feature = "cuda", deny(unsafe_code))]
 

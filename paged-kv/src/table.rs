@@ -1,4 +1,47 @@
 //! The page table: which pages of the pool hold which part of which sequence.
+//!
+//! **Invariant.** Every page but 0 is either on the free list, once, or held by slots and retains, exactly as many
+//! as it counts. A row holds its slot's pages in logical order and nothing else, and a page stands at the same
+//! column in every row that holds it. A slot's pages hold at least the tokens written to it.
+//! [`PageTable::check_integrity`] checks all of this from scratch.
+//!
+//! **What may surprise.** [`reserve`](PageTable::reserve) changes the row at once, also when it asks for a copy:
+//! make the copy before anything else is written to the cache. A slot that reserved and was then forked must
+//! reserve again. The table only counts tokens; whoever writes them calls [`advance`](PageTable::advance).
+//!
+//! ```
+//! use paged_kv::{PageTable, PageTableConfig};
+//!
+//! let config = PageTableConfig { n_pages: 6, page_size: 4, n_slots: 3, max_pages_per_slot: 4 };
+//! let mut table = PageTable::new(config)?;
+//! let slot = table.allocate_slot()?;
+//! assert_eq!(table.reserve(slot, 6)?.new_pages, 2);
+//! table.advance(slot, 6)?;
+//! assert_eq!(table.row(slot), [1, 2, -1, -1]);
+//! assert_eq!(table.physical(slot, 5), Some(2 * 4 + 1));
+//!
+//! let sample = table.fork(slot)?;
+//! let copy = table.reserve(sample, 7)?.copy.expect("the second page is shared and partly written");
+//! assert_eq!((copy.src.index(), copy.dst.index(), copy.tokens), (2, 3, 2));
+//! assert_eq!(table.row(sample), [1, 3, -1, -1]);
+//! # Ok::<(), paged_kv::Error>(())
+//! ```
+//!
+//! **How it works.** The rows are the only list of a slot's pages, and are what a device mirrors. Beside them each
+//! page keeps its counts of holders, its column, and how many of its entries are written:
+//!
+//! ```text
+//! rows                 column 0   1   2   3         pages    owners  column  written
+//! slot 0 (reserved)         [ 0   0   0   0 ]         0         -       -       -     reserved
+//! slot 1                    [ 1   2  -1  -1 ]         1         2       0       4     shared by slots 1 and 2
+//! slot 2                    [ 1   3  -1  -1 ]         2         1       1       2
+//!                                                     3         1       1       3
+//! free list: 5 4                                      4, 5      0       -       0     free
+//! ```
+//!
+//! One column per page, instead of one map per slot, makes the inverse of the rows cost memory for the pages alone:
+//! [`logical_page`](PageTable::logical_page) takes the page's column and asks the slot's row whether it holds the
+//! page there.
 
 mod integrity;
 mod shared;
@@ -49,7 +92,9 @@ pub struct Reservation {
     pub copy: Option<PageCopy>,
 }
 
-/// Slots, pages, and who owns what. See the [crate's documentation](crate) for an introduction.
+/// Slots, pages, and who holds what. See the [crate's documentation](crate) for an introduction.
+///
+/// Two tables are equal if everything about them is, the order in which they give out pages included.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PageTable {
     config: PageTableConfig,
@@ -453,11 +498,8 @@ impl PageTable {
     /// the page, for slot 0 and for page 0. Panics: none.
     #[inline]
     pub fn logical_page(&self, slot: Slot, page: PageId) -> Option<usize> {
-        if page == PageId::RESERVED {
-            return None;
-        }
         // A page has the same logical index for all its owners, so one index per page is enough; the row says
-        // whether this slot is one of them.
+        // whether this slot is one of them. The index of page 0 and of free pages is past every row.
         let logical = self.pages.get(page.index())?.logical as usize;
         let entry = *self.row(slot).get(logical)?;
         (entry == page.index() as i32).then_some(logical)

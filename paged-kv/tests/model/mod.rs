@@ -434,7 +434,7 @@ impl Model {
             tokens: parent.tokens.clone(),
             pages,
         };
-        let partial = sequence.tokens.len() % self.config.page_size > 0;
+        let partial = !sequence.tokens.len().is_multiple_of(self.config.page_size);
         self.count(if partial { "fork within a page" } else { "fork" });
         let child = child.index() as u32;
         assert!(
