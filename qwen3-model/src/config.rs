@@ -184,6 +184,23 @@ impl Qwen3Config {
         Self::published(2560, 9728, 36, 32)
     }
 
+    /// Names that [`published_shape`](Self::published_shape) knows.
+    pub const PUBLISHED: [&str; 4] = ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"];
+
+    /// A published shape by its name, such as `qwen3-4b`; case does not matter.
+    pub fn published_shape(name: &str) -> Option<Self> {
+        match name.to_ascii_lowercase().as_str() {
+            "qwen3-0.6b" => Some(Self::qwen3_0_6b()),
+            "qwen3-1.7b" => Some(Self::published(2048, 6144, 28, 16)),
+            "qwen3-4b" => Some(Self::qwen3_4b()),
+            "qwen3-8b" => Some(Self {
+                tie_word_embeddings: false,
+                ..Self::published(4096, 12_288, 36, 32)
+            }),
+            _ => None,
+        }
+    }
+
     fn published(hidden_size: usize, intermediate_size: usize, n_layers: usize, n_heads: usize) -> Self {
         Self {
             vocab_size: 151_936,

@@ -115,8 +115,8 @@ fn rms_norm_with_and_without_residual_and_row_index() {
             let stored = if with_index { &residual } else { &sum };
             assert_eq!(&gpu.get(&device_residual), stored, "hidden {hidden}, mode {mode}");
             let (mut exact, mut plain) = (Vec::new(), Vec::new());
-            for row in 0..rows {
-                let source = if with_index { index[row] as usize } else { row };
+            for (row, &indexed) in index.iter().enumerate() {
+                let source = if with_index { indexed as usize } else { row };
                 let x = &sum[source * hidden..][..hidden];
                 let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / hidden as f64;
                 let scale = 1.0 / (mean + f64::from(eps)).sqrt();

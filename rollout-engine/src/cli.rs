@@ -1,6 +1,8 @@
 //! The `rollout` command, as a library so that it can be tested.
 
 mod args;
+#[cfg(feature = "cuda")]
+mod bench;
 mod generate;
 mod input;
 mod inspect;
@@ -77,6 +79,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     start_logging();
     let result = match cli.command {
         args::Command::Generate(args) => generate::run(&args),
+        #[cfg(feature = "cuda")]
+        args::Command::Bench(args) => bench::run(&args),
         args::Command::Inspect(args) => inspect::run(&args),
     };
     match result {

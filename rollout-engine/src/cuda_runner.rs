@@ -67,6 +67,7 @@ pub struct CudaRunner {
     shape: RunnerShape,
     device: String,
     start: CudaStart,
+    free_at_start: u64,
     pending: VecDeque<Pending>,
     chunks: Vec<SequenceChunk>,
     rows: Vec<DecodeRow>,
@@ -149,6 +150,7 @@ impl CudaRunner {
                 load_s,
                 ..CudaStart::default()
             },
+            free_at_start: free,
             pending: VecDeque::new(),
             chunks: Vec::new(),
             rows: Vec::new(),
@@ -173,6 +175,21 @@ impl CudaRunner {
     /// How long the start took.
     pub fn start(&self) -> &CudaStart {
         &self.start
+    }
+
+    /// Bytes of device memory taken since just before the device was used, by everyone on it.
+    ///
+    /// # Errors
+    /// [`Error::Model`] for errors of the driver.
+    pub fn memory_used(&self) -> Result<u64, Error> {
+        let free = self
+            .backend
+            .stream()
+            .device()
+            .memory()
+            .map_err(qwen3_model::Error::from)?
+            .free as u64;
+        Ok(self.free_at_start.saturating_sub(free))
     }
 
     fn error(&self, reason: &str) -> Error {

@@ -313,6 +313,12 @@ impl<R: Runner> Scheduler<R> {
         &self.runner
     }
 
+    /// Gives the runner back. Unfinished requests end without completions.
+    pub fn into_runner(mut self) -> R {
+        self.abort_all();
+        self.runner
+    }
+
     /// Counters since the scheduler was made.
     pub fn statistics(&self) -> &Statistics {
         &self.statistics

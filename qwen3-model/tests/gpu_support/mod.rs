@@ -1,5 +1,5 @@
 //! What the GPU tests share: a device, random numbers, and the measure of an error.
-#![allow(dead_code, reason = "each test binary uses its own part")]
+#![allow(dead_code, unreachable_pub, reason = "a module of several test binaries, each of which uses its own part")]
 
 use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
 use half::bf16;
@@ -93,4 +93,14 @@ pub fn assert_twice(what: &str, kernel: &[bf16], plain: &[f64], exact: &[f64]) {
         ours <= 2.0 * theirs + 1e-12 * size,
         "{what}: error {ours:e}, the plain formula has {theirs:e}, of {size:e}"
     );
+}
+
+/// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
+pub fn repository() -> std::path::PathBuf {
+    let built = std::path::PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+    let places = [built, ".".into(), "..".into()];
+    let found = places
+        .into_iter()
+        .find(|place| place.join("fixtures/golden").is_dir());
+    found.expect("run this in the repository, which holds fixtures/golden")
 }

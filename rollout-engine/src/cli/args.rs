@@ -24,6 +24,9 @@ pub(super) struct Cli {
 pub(super) enum Command {
     /// Generate completions, by default for a few maths prompts with the small model that ships with the command.
     Generate(GenerateArgs),
+    /// Measure tokens per second on a fixed workload, by default with the bundled model; needs a GPU.
+    #[cfg(feature = "cuda")]
+    Bench(super::bench::BenchArgs),
     /// Print a model's shape, its parameter count, the KV cache's bytes per token, and what fits in memory.
     Inspect(InspectArgs),
 }
@@ -121,7 +124,7 @@ pub(super) struct InspectArgs {
     pub(super) memory: Option<u64>,
 }
 
-fn positive(text: &str) -> Result<usize, String> {
+pub(super) fn positive(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
         Ok(0) => Err("0 cannot work, use at least 1".into()),
         Ok(n) => Ok(n),

@@ -1,0 +1,331 @@
+//! The operations of the layer walk on the GPU: each takes its slices of the workspace for the rows of
+//! the present step and gives one or two launches to the stream.
+
+use cuda_graphs::MatmulDims;
+use paged_kv::{KvLayout, PageCopy};
+
+use super::attention::Operands;
+use super::inputs::SampledBy;
+use super::profile::Stage;
+use super::weights::fused_shape;
+use super::{CudaBackend, Rows};
+use crate::launch::{Greedy, QkvRopeWrite, RmsNorm, TokenSource};
+use crate::{Backend, Error, FusedMatrix, Norm, Qwen3Config, Result, StepPlan};
+
+impl CudaBackend {
+    fn n_rows(&self) -> usize {
+        match self.rows {
+            Rows::Packed { tokens, .. } => tokens,
+            Rows::Decode { bucket } => bucket,
+        }
+    }
+
+    /// Final norm and head of the wanted rows `from..to`, into the first rows of `logits`.
+    fn head(&self, from: usize, to: usize) -> Result<()> {
+        let (hidden, vocab, rows, n) = (
+            self.config.hidden_size,
+            self.config.vocab_size,
+            self.n_rows(),
+            to - from,
+        );
+        let row_index = match self.rows {
+            Rows::Packed { .. } => Some(self.packed.logit_rows.slice(from..to)?),
+            Rows::Decode { .. } => None,
+        };
+        let w = &self.workspace;
+        let out = w.normed.slice(..n * hidden)?;
+        self.kernels.rms_norm(
+            &self.stream,
+            &RmsNorm {
+                residual: w.residual.slice(..rows * hidden)?,
+                delta: Some(w.delta.slice(..rows * hidden)?),
+                weight: self.weights.norm.as_slice(),
+                row_index,
+                out,
+                eps: self.config.rms_norm_eps as f32,
+            },
+        )?;
+        let dims = MatmulDims {
+            m: n,
+            n: vocab,
+            k: hidden,
+        };
+        Ok(self
+            .matmul
+            .multiply(dims, out, self.weights.head(), w.logits.slice(..n * vocab)?, None)?)
+    }
+
+    /// Arg-max, log-probability and the next step's state of the first `rows` rows of logits.
+    pub(super) fn sample(&mut self, by: SampledBy, rows: usize) -> Result<()> {
+        if self.skips(Stage::Sample) {
+            return Ok(());
+        }
+        let (slots, positions) = match by {
+            SampledBy::Packed => (self.packed.logit_slots.slice(..rows)?, None),
+            SampledBy::Decode => (self.decode.slots(rows)?, Some(self.decode.positions(rows)?)),
+        };
+        let vocab = self.config.vocab_size;
+        self.kernels.greedy(
+            &self.stream,
+            &Greedy {
+                logits: self.workspace.logits.slice(..rows * vocab)?,
+                vocab,
+                scratch: &self.workspace.greedy,
+                slots,
+                last_token: self.last_token.as_slice(),
+                positions,
+                tokens: self.sampled.tokens(by, rows)?,
+                logprobs: self.sampled.logprobs(by, rows)?,
+            },
+        )
+    }
+
+    /// Whether a profile run leaves this stage out.
+    fn skips(&self, stage: Stage) -> bool {
+        self.only.is_some_and(|only| only != stage)
+    }
+}
+
+impl Backend for CudaBackend {
+    fn config(&self) -> &Qwen3Config {
+        &self.config
+    }
+
+    fn kv_layout(&self) -> &KvLayout {
+        self.cache.layout()
+    }
+
+    fn max_tokens(&self) -> usize {
+        self.options.max_tokens
+    }
+
+    fn prepare(&mut self, plan: &StepPlan<'_>) -> Result<()> {
+        let (tokens, max) = (plan.n_tokens(), self.options.max_tokens);
+        if tokens > max {
+            return Err(Error::StepTooLarge { tokens, max });
+        }
+        let table = plan.table();
+        let layout = self.cache.layout();
+        if (table.n_pages(), table.page_size()) != (layout.n_pages, layout.page_size) {
+            return Err(Error::CacheShape {
+                table_pages: table.n_pages(),
+                table_page_size: table.page_size(),
+                cache_pages: layout.n_pages,
+                cache_page_size: layout.page_size,
+            });
+        }
+        if !std::mem::take(&mut self.mirrored) {
+            // Nobody but us follows the table, so its dirty rows are all that ever changed: a copy of it may be drained.
+            self.mirror.update(&self.stream, &mut table.clone())?;
+        }
+        self.staging.begin()?;
+        self.packed.upload(&self.stream, &mut self.staging, plan)?;
+        self.attention.prepare(&self.stream, plan)?;
+        self.staging.end(&self.stream)?;
+        self.rows = Rows::Packed {
+            tokens,
+            wanted: plan.logit_rows().len(),
+        };
+        Ok(())
+    }
+
+    fn embed(&mut self) -> Result<()> {
+        if self.skips(Stage::Embed) {
+            return Ok(());
+        }
+        let rows = self.n_rows();
+        let tokens = match self.rows {
+            Rows::Packed { tokens, .. } => TokenSource::Ids(self.packed.token_ids.slice(..tokens)?),
+            Rows::Decode { bucket } => {
+                // The list of attention's work is the same for all layers.
+                let (slots, positions) = (self.decode.slots(bucket)?, self.decode.positions(bucket)?);
+                self.attention.plan_decode(&self.stream, slots, positions)?;
+                TokenSource::Last {
+                    slots,
+                    last_token: self.last_token.as_slice(),
+                }
+            }
+        };
+        let residual = self.workspace.residual.slice(..rows * self.config.hidden_size)?;
+        self.kernels
+            .embed(&self.stream, self.weights.embed.as_slice(), tokens, residual)
+    }
+
+    fn rms_norm(&mut self, layer: usize, norm: Norm) -> Result<()> {
+        if self.skips(Stage::Norm) {
+            return Ok(());
+        }
+        let elements = self.n_rows() * self.config.hidden_size;
+        let weights = &self.weights.layers[layer];
+        let weight = match norm {
+            Norm::Attention => &weights.input_norm,
+            Norm::Mlp => &weights.post_attention_norm,
+        };
+        let delta = match (layer, norm) {
+            (0, Norm::Attention) => None,
+            _ => Some(self.workspace.delta.slice(..elements)?),
+        };
+        self.kernels.rms_norm(
+            &self.stream,
+            &RmsNorm {
+                residual: self.workspace.residual.slice(..elements)?,
+                delta,
+                weight: weight.as_slice(),
+                row_index: None,
+                out: self.workspace.normed.slice(..elements)?,
+                eps: self.config.rms_norm_eps as f32,
+            },
+        )
+    }
+
+    fn project(&mut self, layer: usize, matrix: FusedMatrix) -> Result<()> {
+        if self.skips(Stage::of(matrix)) {
+            return Ok(());
+        }
+        let m = self.n_rows();
+        let [n, k] = fused_shape(&self.config, matrix);
+        let dims = MatmulDims { m, n, k };
+        let weight = self.weights.layers[layer].matrix(matrix);
+        let w = &self.workspace;
+        match matrix {
+            FusedMatrix::Qkv => self.matmul.multiply(
+                dims,
+                w.normed.slice(..m * k)?,
+                weight,
+                w.qkv.slice(..m * n)?,
+                None,
+            )?,
+            FusedMatrix::O => self.matmul.multiply(
+                dims,
+                w.mixed.slice(..m * k)?,
+                weight,
+                w.delta.slice(..m * n)?,
+                None,
+            )?,
+            FusedMatrix::GateUp => {
+                self.matmul.multiply(
+                    dims,
+                    w.normed.slice(..m * k)?,
+                    weight,
+                    w.gate_up.slice(..m * n)?,
+                    None,
+                )?;
+            }
+            FusedMatrix::Down => self.matmul.multiply(
+                dims,
+                w.gated.slice(..m * k)?,
+                weight,
+                w.delta.slice(..m * n)?,
+                None,
+            )?,
+        }
+        Ok(())
+    }
+
+    fn qk_norm_rope_write(&mut self, layer: usize) -> Result<()> {
+        if self.skips(Stage::Rope) {
+            return Ok(());
+        }
+        let rows = self.n_rows();
+        let (positions, slots) = match self.rows {
+            Rows::Packed { tokens, .. } => (
+                self.packed.positions.slice(..tokens)?,
+                self.packed.slots.slice(..tokens)?,
+            ),
+            Rows::Decode { bucket } => (self.decode.positions(bucket)?, self.decode.slots(bucket)?),
+        };
+        let (config, weights) = (&self.config, &self.weights.layers[layer]);
+        self.kernels.qkv_rope_write(
+            &self.stream,
+            &QkvRopeWrite {
+                qkv: self.workspace.qkv.slice(..rows * config.qkv_size())?,
+                q_norm: weights.q_norm.as_slice(),
+                k_norm: weights.k_norm.as_slice(),
+                cos_sin: self.cos_sin.as_slice(),
+                positions,
+                slots,
+                page_table: self.mirror.rows(),
+                max_pages: self.mirror.max_pages_per_slot(),
+                k_cache: self.cache.keys(layer)?,
+                v_cache: self.cache.values(layer)?,
+                q_heads: config.n_heads,
+                kv_heads: config.n_kv_heads,
+                page_size: self.options.page_size,
+                eps: config.rms_norm_eps as f32,
+            },
+        )
+    }
+
+    fn attention(&mut self, layer: usize) -> Result<()> {
+        if self.skips(Stage::Attention) {
+            return Ok(());
+        }
+        let rows = self.n_rows();
+        let operands = Operands {
+            qkv: self.workspace.qkv.slice(..rows * self.config.qkv_size())?,
+            k: self.cache.keys(layer)?,
+            v: self.cache.values(layer)?,
+            page_table: self.mirror.rows(),
+            out: self.workspace.mixed.slice(..rows * self.config.q_size())?,
+        };
+        match self.rows {
+            Rows::Packed { .. } => self.attention.packed(&self.stream, &operands),
+            Rows::Decode { bucket } => self.attention.decode(&self.stream, bucket, &operands),
+        }
+    }
+
+    fn silu_mul(&mut self) -> Result<()> {
+        if self.skips(Stage::SiluMul) {
+            return Ok(());
+        }
+        let (rows, inner) = (self.n_rows(), self.config.intermediate_size);
+        let gate_up = self.workspace.gate_up.slice(..rows * 2 * inner)?;
+        self.kernels.silu_mul(
+            &self.stream,
+            gate_up,
+            self.workspace.gated.slice(..rows * inner)?,
+            rows,
+        )
+    }
+
+    fn logits(&mut self) -> Result<()> {
+        if self.skips(Stage::Head) {
+            return Ok(());
+        }
+        let (wanted, room) = match self.rows {
+            Rows::Packed { wanted, .. } => (wanted, self.workspace.logit_rows),
+            Rows::Decode { bucket } => (bucket, self.workspace.logit_rows),
+        };
+        self.host_logits.clear();
+        if wanted <= room {
+            return if wanted > 0 { self.head(0, wanted) } else { Ok(()) };
+        }
+        // More than fit, as in teacher forcing: piece by piece, through the host.
+        let vocab = self.config.vocab_size;
+        self.host_logits.resize(wanted * vocab, 0.0);
+        for from in (0..wanted).step_by(room) {
+            let to = (from + room).min(wanted);
+            self.head(from, to)?;
+            let logits = self.workspace.logits.slice(..(to - from) * vocab)?;
+            self.stream
+                .download_into(&mut self.host_logits[from * vocab..to * vocab], logits)?;
+        }
+        Ok(())
+    }
+
+    fn read_logits(&mut self) -> Result<&[f32]> {
+        let wanted = match self.rows {
+            Rows::Packed { wanted, .. } => wanted,
+            Rows::Decode { bucket } => bucket,
+        };
+        if self.host_logits.is_empty() && wanted > 0 {
+            let logits = self.workspace.logits.slice(..wanted * self.config.vocab_size)?;
+            self.host_logits = self.stream.download(logits)?;
+        }
+        Ok(&self.host_logits)
+    }
+
+    fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<()> {
+        Ok(self.cache.copy_pages(&self.stream, copies)?)
+    }
+}

@@ -1,0 +1,146 @@
+//! Where the time of a decode step goes.
+//!
+//! Each kind of operation is captured alone, over all layers, and its graph replayed between two
+//! events: what it costs in a graph, kernel boundaries included, without the gaps that launching
+//! kernels one by one would add.
+
+use cuda_graphs::{Capture, Event};
+
+use super::{CudaBackend, DecodeRow};
+use crate::{Error, FusedMatrix, Result};
+
+/// Replays that are timed, of which the median counts.
+const REPLAYS: usize = 15;
+
+/// A kind of operation of the layer walk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Stage {
+    /// Embedding, and the work list of attention.
+    Embed,
+    /// Residual add and norm, two per layer.
+    Norm,
+    /// Fused query, key and value product.
+    Qkv,
+    /// q/k norm, rotary embedding, cache write.
+    Rope,
+    /// Attention.
+    Attention,
+    /// Output product of attention.
+    O,
+    /// Fused gate and up product.
+    GateUp,
+    /// SiLU and product of gate and up.
+    SiluMul,
+    /// Down product.
+    Down,
+    /// Final norm and output head.
+    Head,
+    /// Arg-max and log-probability.
+    Sample,
+}
+
+impl Stage {
+    /// All, in the order of the walk.
+    pub const ALL: [Self; 11] = [
+        Self::Embed,
+        Self::Norm,
+        Self::Qkv,
+        Self::Rope,
+        Self::Attention,
+        Self::O,
+        Self::GateUp,
+        Self::SiluMul,
+        Self::Down,
+        Self::Head,
+        Self::Sample,
+    ];
+
+    pub(super) fn of(matrix: FusedMatrix) -> Self {
+        match matrix {
+            FusedMatrix::Qkv => Self::Qkv,
+            FusedMatrix::O => Self::O,
+            FusedMatrix::GateUp => Self::GateUp,
+            FusedMatrix::Down => Self::Down,
+        }
+    }
+
+    /// Name for reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Embed => "embed",
+            Self::Norm => "norm",
+            Self::Qkv => "qkv",
+            Self::Rope => "rope_write",
+            Self::Attention => "attention",
+            Self::O => "o",
+            Self::GateUp => "gate_up",
+            Self::SiluMul => "silu_mul",
+            Self::Down => "down",
+            Self::Head => "head",
+            Self::Sample => "sample",
+        }
+    }
+}
+
+/// Time of one kind of operation in a decode step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StageTime {
+    /// The kind; `None` is the whole step.
+    pub stage: Option<Stage>,
+    /// Milliseconds in a step, all layers together.
+    pub ms: f64,
+    /// Nodes of its graph.
+    pub nodes: usize,
+}
+
+impl CudaBackend {
+    /// Times the whole decode step of `rows` and each of its stages. The pages of the rows must be mapped, and what
+    /// they hold at the rows' positions, and the tokens sampled last, are lost. Waits.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode). Panics: none.
+    pub fn profile_decode(&mut self, rows: &[DecodeRow]) -> Result<Vec<StageTime>> {
+        let stages = Stage::ALL.into_iter().map(Some);
+        let mut times = Vec::new();
+        for stage in std::iter::once(None).chain(stages) {
+            // Attention reads the work list that the embedding stage makes; sampling moves positions on.
+            self.decode.forget();
+            let bucket = self.set_decode_rows(rows)?;
+            if bucket == 0 {
+                let problem = "a profile needs at least one row".into();
+                return Err(Error::Option {
+                    option: "rows",
+                    problem,
+                });
+            }
+            self.run_decode(bucket)?;
+            self.decode.forget();
+            self.set_decode_rows(rows)?;
+            self.only = stage;
+            let timed = self.time_stage(bucket);
+            self.only = None;
+            let (ms, nodes) = timed?;
+            times.push(StageTime { stage, ms, nodes });
+        }
+        self.decode.forget();
+        Ok(times)
+    }
+
+    fn time_stage(&mut self, bucket: usize) -> Result<(f64, usize)> {
+        let stream = self.stream.clone();
+        let graph = Capture::record(&stream, |_| self.run_decode(bucket))?;
+        let device = stream.device();
+        let (start, end) = (Event::new(device)?, Event::new(device)?);
+        graph.launch(&stream)?;
+        let mut times = Vec::with_capacity(REPLAYS);
+        for _ in 0..REPLAYS {
+            stream.record(&start)?;
+            graph.launch(&stream)?;
+            stream.record(&end)?;
+            times.push(f64::from(start.elapsed_ms(&end)?));
+        }
+        times.sort_by(f64::total_cmp);
+        Ok((times[REPLAYS / 2], graph.nodes()))
+    }
+}
