@@ -14,7 +14,7 @@
 # To build the binaries on a machine without a GPU and collect them:
 #   scripts/gpu-tests.sh --collect DIR
 #
-# Exits with 0 only if there is a GPU, at least one test ran, all passed and none was skipped; 2 if nothing could be run.
+# Exits with 0 only if there is a GPU, at least one test that needs it ran, all passed and none was skipped; 2 if nothing could be run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -83,7 +83,7 @@ fi
 # A test that would pass without checking anything for want of a library must fail here.
 export ROLLOUT_REQUIRE_NVRTC=1 RUST_BACKTRACE=1
 mkdir -p "$logs"
-total_passed=0 total_failed=0 total_skipped=0 broken=0
+total_passed=0 total_failed=0 total_skipped=0 total_gpu=0 broken=0
 summary=
 
 run() { # NAME BINARY [PREFIX...]
@@ -92,7 +92,6 @@ run() { # NAME BINARY [PREFIX...]
   local arguments=("$mode" --show-output)
   [ -n "$threads" ] && arguments+=("--test-threads=$threads")
   [ -n "$filter" ] && arguments+=("$filter")
-  # Prebuilt binaries find their files from the package's folder, as under cargo.
   timeout "$timeout" "$@" "$binary" "${arguments[@]}" >"$log" 2>&1
   status=$?
   local passed failed ignored skipped state=ok
@@ -119,6 +118,9 @@ run() { # NAME BINARY [PREFIX...]
 
 for binary in "${binaries[@]}"; do
   name=$(basename "$binary")
+  # Tests marked `ignore` are those that need a GPU; a build without the feature `cuda` has none.
+  gpu_tests=$("$binary" --list --ignored ${filter:+"$filter"} 2>/dev/null | grep -c ': test$')
+  total_gpu=$((total_gpu + gpu_tests))
   if [ -z "$tools" ]; then
     run "$name" "$binary"
   else
@@ -133,7 +135,7 @@ done
 echo
 echo "GPU tests on: $(printf '%s' "$gpus" | head -1)"
 printf '%s' "$summary"
-echo "${#binaries[@]} binaries: $total_passed passed, $total_failed failed, $total_skipped skipped, $broken binaries not clean; logs in $logs"
+echo "${#binaries[@]} binaries with $total_gpu GPU tests: $total_passed passed, $total_failed failed, $total_skipped skipped, $broken binaries not clean; logs in $logs"
 if [ $broken -ne 0 ] || [ $total_failed -ne 0 ]; then exit 1; fi
-if [ $total_passed -eq 0 ]; then echo "no test ran" >&2; exit 1; fi
+if [ $total_gpu -eq 0 ]; then echo "none of the tests needs a GPU: built without the feature cuda?" >&2; exit 1; fi
 if [ $total_skipped -ne 0 ] && [ -z "$allow_skips" ]; then echo "tests were skipped" >&2; exit 1; fi

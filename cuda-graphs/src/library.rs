@@ -499,6 +499,17 @@ mod tests {
     }
 
     #[test]
+    fn folders_the_user_names_come_before_the_loaders_path_and_too_old_versions_nowhere() {
+        let mut machine = Machine::new();
+        let mine = machine.file("mine/nvidia/cu13/lib/libnvrtc.so.13");
+        machine.file("mine/libnvrtc.so.11.2");
+        machine.set(LIBRARY_PATH_VARIABLE, "mine");
+        let names = machine.candidates(NVRTC, Some(13));
+        assert_eq!(names[..2], [mine, "libnvrtc.so.13".into()]);
+        assert!(names.iter().all(|name| !name.ends_with("libnvrtc.so.11.2")));
+    }
+
+    #[test]
     fn an_unversioned_link_is_judged_by_its_target() {
         let machine = Machine::new();
         let target = machine.file("opt/cuda/lib64/libnvrtc.so.13.0.88");

@@ -43,12 +43,15 @@ fn a_graph_owns_what_safe_calls_captured() {
     let y = DeviceBuffer::<u32>::zeroed(stream.device(), 1 << 20).unwrap();
     let kernel = kernel(&stream, "add");
     let graph = {
-        // Module, kernel and the buffer between go out of scope before the replay.
+        // Module, kernel and the buffers go out of scope before the replay.
         let between = DeviceBuffer::<u32>::zeroed(stream.device(), 1 << 20).unwrap();
+        let by_address = DeviceBuffer::<u32>::filled_with_bytes(stream.device(), 256, 1).unwrap();
         let capture = Capture::begin(&stream).unwrap();
         stream.copy(&between, &x).unwrap();
         stream.copy(&y, &between).unwrap();
         add(&kernel, &stream, &y, 1).unwrap();
+        stream.keep_memory(&by_address);
+        add(&kernel, &stream, &by_address, 1).unwrap();
         capture.finish().unwrap()
     };
     drop(kernel);
