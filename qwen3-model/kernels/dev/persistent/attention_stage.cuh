@@ -82,7 +82,7 @@ __device__ __forceinline__ void attend_tile(Softmax& s, const u32 (&q)[8][2], u3
     const int row = lane;
     if (row >= valid) {
 #pragma unroll
-      for (int i = 0; i < 16; i++) asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(vt + (i >> 3) * KV_TILE * 128 + row * 128 + (i & 7) * 16), "r"(0) : "memory");
+      for (int i = 0; i < 16; i++) asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(vt + (i >> 3) * KV_TILE * 128 + row * 128 + (i & 7) * 16), "r"(0u) : "memory");
     }
     __syncwarp();
   }
