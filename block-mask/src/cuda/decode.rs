@@ -107,12 +107,6 @@ impl DecodeAttention {
         let max_splits = max_length
             .div_ceil(options.min_split)
             .clamp(1, options.max_splits);
-        // A window's first split may start up to 15 tokens early, which can make one more.
-        let max_splits = if window.is_some() {
-            (max_splits + 1).min(options.max_splits)
-        } else {
-            max_splits
-        };
         let parts = limits
             .max_rows
             .checked_mul(shape.heads)
