@@ -84,7 +84,7 @@ fn time_decode(gpu: &Gpu, batch: usize, context: usize, options: DecodeOptions) 
     .unwrap();
     let per_layer = KV_HEADS * n_pages * PAGE * D;
     // Enough layers that their keys and values do not stay in the second-level cache.
-    let layers = (512 << 20 >> 1).div_ceil(2 * per_layer).clamp(1, 36);
+    let layers = (256usize << 20).div_ceil(2 * per_layer).clamp(1, 36);
     let cache: Vec<_> = (0..layers)
         .map(|_| (filled(gpu, per_layer), filled(gpu, per_layer)))
         .collect();

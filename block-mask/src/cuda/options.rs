@@ -195,3 +195,151 @@ impl TileOptions {
         (self.block_m + 2 * self.stages * self.block_n) * shape.head_dim * 2
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(per_block: usize, per_multiprocessor: usize) -> DeviceInfo {
+        DeviceInfo {
+            ordinal: 0,
+            name: "a device".to_owned(),
+            compute_capability: (8, 0),
+            multiprocessors: 100,
+            l2_bytes: 40 << 20,
+            shared_bytes_per_block: per_block,
+            shared_bytes_per_multiprocessor: per_multiprocessor,
+            registers_per_multiprocessor: 65_536,
+            threads_per_multiprocessor: 2048,
+            memory_bytes: 40 << 30,
+            driver_version: 13_000,
+        }
+    }
+
+    fn shape(group: usize, head_dim: usize) -> AttentionShape {
+        AttentionShape {
+            heads: group,
+            kv_heads: 1,
+            head_dim,
+            page_size: 16,
+            n_pages: 10,
+        }
+    }
+
+    #[test]
+    fn the_default_rings_fit_every_device_for_every_group() {
+        // Kilobytes per block and per multiprocessor of compute capability 9.0, 8.0, and 8.6, 8.9 and 12.0.
+        for (per_block, per_multiprocessor) in [(227, 228), (163, 164), (99, 100)] {
+            let info = device(per_block << 10, per_multiprocessor << 10);
+            for group in 1..=16 {
+                for head_dim in [64, 128] {
+                    let shape = shape(group, head_dim);
+                    let options = DecodeOptions::for_device(&info, &shape);
+                    options.check().unwrap();
+                    let bytes = options.shared_bytes(&shape);
+                    assert!(
+                        bytes <= info.shared_bytes_per_block,
+                        "{options:?} takes {bytes} bytes"
+                    );
+                }
+                let tiles = TileOptions::default();
+                assert!(tiles.shared_bytes(&shape(group, 128)) <= info.shared_bytes_per_block);
+            }
+        }
+        let h200 = device(227 << 10, 228 << 10);
+        let (warps, stages, blocks) = DECODE_FORMS[0];
+        let expected = DecodeOptions::of(warps, stages, blocks);
+        assert_eq!(DecodeOptions::for_device(&h200, &shape(4, 128)), expected);
+    }
+
+    #[test]
+    fn decode_options_that_cannot_run_are_refused_by_name() {
+        let good = DecodeOptions::of(4, 3, 2);
+        let refused = |options: DecodeOptions| match options.check() {
+            Err(CudaError::OptionRefused { option, .. }) => option,
+            other => panic!("{options:?} gave {other:?}"),
+        };
+        assert!(good.check().is_ok());
+        assert_eq!(refused(DecodeOptions { warps: 3, ..good }), "warps");
+        assert_eq!(refused(DecodeOptions { stages: 1, ..good }), "stages");
+        assert_eq!(
+            refused(DecodeOptions {
+                blocks_per_multiprocessor: 0,
+                ..good
+            }),
+            "blocks_per_multiprocessor"
+        );
+        assert_eq!(
+            refused(DecodeOptions {
+                min_split: 100,
+                ..good
+            }),
+            "min_split"
+        );
+        assert_eq!(refused(DecodeOptions { min_split: 0, ..good }), "min_split");
+        assert_eq!(
+            refused(DecodeOptions {
+                max_splits: 0,
+                ..good
+            }),
+            "max_splits"
+        );
+    }
+
+    #[test]
+    fn prescaling_is_possible_only_where_it_is_exact() {
+        let options = TileOptions {
+            prescale_qk: true,
+            ..TileOptions::default()
+        };
+        assert!(options.check(&shape(4, 64), 0.125).is_ok());
+        assert!(options.check(&shape(4, 64), 2.0).is_ok());
+        for scale in [0.088_388_35, 0.3, 0.125_000_01] {
+            let refused = options.check(&shape(4, 128), scale);
+            assert!(
+                matches!(
+                    refused,
+                    Err(CudaError::OptionRefused {
+                        option: "prescale_qk",
+                        ..
+                    })
+                ),
+                "{scale}"
+            );
+        }
+    }
+
+    #[test]
+    fn shapes_without_a_kernel_are_refused() {
+        let good = shape(4, 128);
+        assert!(good.check().is_ok());
+        for wrong in [
+            AttentionShape { head_dim: 96, ..good },
+            AttentionShape { page_size: 8, ..good },
+            AttentionShape {
+                page_size: 48,
+                ..good
+            },
+            AttentionShape {
+                page_size: 512,
+                ..good
+            },
+            AttentionShape { kv_heads: 0, ..good },
+            AttentionShape { heads: 17, ..good },
+            AttentionShape {
+                heads: 5,
+                kv_heads: 2,
+                ..good
+            },
+            AttentionShape {
+                n_pages: 1 << 28,
+                ..good
+            },
+        ] {
+            assert!(
+                matches!(wrong.check(), Err(CudaError::Unsupported { .. })),
+                "{wrong:?}"
+            );
+        }
+    }
+}

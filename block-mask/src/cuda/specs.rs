@@ -36,51 +36,43 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
     let none = Functions::none();
     let mut specs = vec![decode_plan_spec()];
     for head_dim in [64, 128] {
-        for group in [8, 16] {
-            let shape = AttentionShape {
-                heads: group,
-                kv_heads: 1,
-                head_dim,
-                page_size: 16,
-                n_pages: 1,
-            };
-            for (warps, stages, blocks) in DECODE_FORMS {
-                specs.push(decode_spec(
-                    &shape,
-                    &DecodeOptions::of(warps, stages, blocks),
-                    &none,
-                ));
-            }
-        }
-        for block_m in [64, 128] {
-            let options = TileOptions {
-                block_m,
-                ..TileOptions::default()
-            };
-            specs.push(prefill_spec(head_dim, &options, &none));
-            specs.push(prefill_spec(
-                head_dim,
-                &TileOptions {
-                    rows_guaranteed_safe: true,
-                    ..options
-                },
-                &none,
-            ));
-            specs.push(flex_spec(head_dim, &options, &none));
-        }
-        let shape = AttentionShape {
-            heads: 8,
+        let shape = |group| AttentionShape {
+            heads: group,
             kv_heads: 1,
             head_dim,
             page_size: 16,
             n_pages: 1,
         };
+        // The forms that devices with 228, 164 and 100 KiB of shared memory take.
+        for (warps, stages, blocks) in [DECODE_FORMS[0], DECODE_FORMS[1], DECODE_FORMS[3]] {
+            specs.push(decode_spec(
+                &shape(8),
+                &DecodeOptions::of(warps, stages, blocks),
+                &none,
+            ));
+        }
+        let (warps, stages, blocks) = DECODE_FORMS[0];
+        specs.push(decode_spec(
+            &shape(16),
+            &DecodeOptions::of(warps, stages, blocks),
+            &none,
+        ));
+        for block_m in [64, 128] {
+            // Causal prefill without functions is always safe.
+            let options = TileOptions {
+                block_m,
+                rows_guaranteed_safe: true,
+                ..TileOptions::default()
+            };
+            specs.push(prefill_spec(head_dim, &options, &none));
+        }
+        specs.push(flex_spec(head_dim, &TileOptions::default(), &none));
         let functions = sample_functions();
         let options = TileOptions {
             block_m: 64,
             ..TileOptions::default()
         };
-        specs.push(decode_spec(&shape, &DecodeOptions::of(4, 3, 2), &functions));
+        specs.push(decode_spec(&shape(8), &DecodeOptions::of(4, 3, 2), &functions));
         specs.push(prefill_spec(head_dim, &options, &functions));
         specs.push(flex_spec(head_dim, &options, &functions));
     }
