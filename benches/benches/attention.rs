@@ -41,7 +41,7 @@ fn setup(n: usize, len: usize, page_size: usize, dtype: KvDtype) -> Setup {
     let slots: Vec<Slot> = (0..n).map(|_| table.allocate_slot().unwrap()).collect();
     for page in 1..=pages {
         for &slot in &slots {
-            table.reserve(slot, (page * page_size).min(len)).unwrap();
+            let _ = table.reserve(slot, (page * page_size).min(len)).unwrap();
         }
     }
     let layout = KvLayout { n_layers: 1, kv_heads: KV_HEADS, head_dim: DIM, n_pages, page_size, dtype };
@@ -97,12 +97,13 @@ fn decode(c: &mut Criterion) {
         let mask = paged_causal_mask(&setup.table, &step, 16, None).unwrap();
         let queries = random(16 * HEADS * DIM, 3);
         let mut out = vec![0.0; queries.len()];
+        run(&setup, &queries, 16, &mask, &mut out);
+        check(&setup, &queries, 0, len, &out, tolerance(dtype));
         let bytes = 2 * 16 * len * KV_HEADS * DIM * dtype.bytes();
         group.throughput(Throughput::Bytes(bytes as u64));
         group.bench_function(BenchmarkId::new(name, len), |bencher| {
             bencher.iter(|| run(&setup, &queries, 16, &mask, &mut out));
         });
-        check(&setup, &queries, 0, len, &out, tolerance(dtype));
         group.bench_function(BenchmarkId::new(format!("mask {name}"), len), |bencher| {
             bencher.iter(|| paged_causal_mask(black_box(&setup.table), &step, 16, None).unwrap().n_blocks());
         });
@@ -146,11 +147,12 @@ fn prefill(c: &mut Criterion) {
         let mask = paged_causal_mask(&setup.table, &step, block_q, None).unwrap();
         let queries = random(4 * len * HEADS * DIM, 5);
         let mut out = vec![0.0; queries.len()];
+        run(&setup, &queries, 4 * len, &mask, &mut out);
+        check(&setup, &queries, len - 1, len, &out, tolerance(dtype));
         // Two products of DIM multiply-adds per unmasked cell.
         let flops = 4 * HEADS * (len * (len + 1) / 2) * 4 * DIM;
         group.throughput(Throughput::Elements(flops as u64));
         group.bench_function(name, |bencher| bencher.iter(|| run(&setup, &queries, 4 * len, &mask, &mut out)));
-        check(&setup, &queries, len - 1, len, &out, tolerance(dtype));
     }
     group.finish();
 }

@@ -1,4 +1,4 @@
-//! Block-sparse attention masks in the manner of FlexAttention, with paged KV caches, on CPU and CUDA.
+#![doc = include_str!("../README.md")]
 #![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
 #![cfg_attr(feature = "cuda", deny(unsafe_code))]
 

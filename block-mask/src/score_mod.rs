@@ -88,7 +88,7 @@ impl ScoreMod {
             });
         }
         let width = 2 * max_distance + 1;
-        if bias.is_empty() || bias.len() % width != 0 {
+        if bias.is_empty() || !bias.len().is_multiple_of(width) {
             return Err(Error::Mismatch {
                 what: "length of the relative bias",
                 expected: bias.len().div_ceil(width).max(1) * width,

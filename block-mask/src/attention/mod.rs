@@ -324,7 +324,7 @@ fn run<S: Space>(
             found: head_dim,
         });
     }
-    if kv_heads == 0 || q.heads % kv_heads != 0 {
+    if kv_heads == 0 || !q.heads.is_multiple_of(kv_heads) {
         return Err(Error::HeadGroups {
             query_heads: q.heads,
             kv_heads,

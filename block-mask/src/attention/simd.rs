@@ -8,6 +8,9 @@ use pulp::Simd;
 /// Score rows are padded to whole runs of this many lanes, the widest vector there is.
 pub(super) const LANES: usize = 16;
 
+// Arrays are filled by loops below: the library's closures over arrays are compiled as functions of their own, outside
+// the instruction set that the kernels are dispatched to.
+
 /// `q[r] · k[t]` for all pairs: each key is read once for all rows.
 #[inline(always)]
 pub(super) fn dots<S: Simd, const R: usize, const T: usize>(
@@ -15,12 +18,20 @@ pub(super) fn dots<S: Simd, const R: usize, const T: usize>(
     q: [&[f32]; R],
     k: [&[f32]; T],
 ) -> [[f32; T]; R] {
-    let (q_body, q_tail) = (q.map(|x| S::as_simd_f32s(x).0), q.map(|x| S::as_simd_f32s(x).1));
-    let (k_body, k_tail) = (k.map(|x| S::as_simd_f32s(x).0), k.map(|x| S::as_simd_f32s(x).1));
-    let n = q_body[0].len();
+    let empty: &[S::f32s] = &[];
+    let none: &[f32] = &[];
+    let (mut q_body, mut q_tail) = ([empty; R], [none; R]);
+    let (mut k_body, mut k_tail) = ([empty; T], [none; T]);
+    let n = S::as_simd_f32s(q[0]).0.len();
     // Equal lengths, spelled out so that the loop needs no bounds checks.
-    let q_body = q_body.map(|x| &x[..n]);
-    let k_body = k_body.map(|x| &x[..n]);
+    for r in 0..R {
+        let (body, tail) = S::as_simd_f32s(q[r]);
+        (q_body[r], q_tail[r]) = (&body[..n], tail);
+    }
+    for t in 0..T {
+        let (body, tail) = S::as_simd_f32s(k[t]);
+        (k_body[t], k_tail[t]) = (&body[..n], tail);
+    }
     let mut sums = [[simd.splat_f32s(0.0); T]; R];
     for i in 0..n {
         for r in 0..R {
@@ -32,54 +43,84 @@ pub(super) fn dots<S: Simd, const R: usize, const T: usize>(
     let mut result = [[0.0; T]; R];
     for r in 0..R {
         for t in 0..T {
-            let tail = q_tail[r].iter().zip(k_tail[t]);
-            result[r][t] = tail.fold(simd.reduce_sum_f32s(sums[r][t]), |sum, (x, y)| x.mul_add(*y, sum));
+            let mut sum = simd.reduce_sum_f32s(sums[r][t]);
+            for (x, y) in q_tail[r].iter().zip(k_tail[t]) {
+                sum = x.mul_add(*y, sum);
+            }
+            result[r][t] = sum;
         }
     }
     result
 }
 
-/// `acc += Σ weights[t] · values[t]`, keys in order; `values` is `[weights.len(), acc.len()]`.
+/// `acc[r] += Σ weights[r][t] · values[t]`, keys in order, for `R` rows that attend to the same keys. `acc` holds the rows
+/// one after another, `weights` the first row's, with those of the next `stride` further; `values` is `[keys, dim]`.
 #[inline(always)]
-pub(super) fn accumulate<S: Simd>(simd: S, acc: &mut [f32], weights: &[f32], values: &[f32]) {
-    let dim = acc.len();
-    let mut key = 0;
-    macro_rules! take {
-        ($count:literal, $keyword:ident) => {
-            $keyword weights.len() - key >= $count {
-                let end = key + $count;
-                accumulate_keys::<S, $count>(simd, acc, &weights[key..end], &values[key * dim..end * dim]);
-                key = end;
-            }
-        };
+pub(super) fn accumulate<S: Simd, const R: usize, const C: usize>(
+    simd: S,
+    acc: &mut [f32],
+    dim: usize,
+    weights: &[f32],
+    stride: usize,
+    keys: usize,
+    values: &[f32],
+) {
+    let none: &[f32] = &[];
+    let mut rows = [none; R];
+    for r in 0..R {
+        rows[r] = &weights[r * stride..r * stride + keys];
     }
-    take!(8, while);
-    take!(4, if);
-    take!(2, if);
-    take!(1, if);
-    debug_assert_eq!(key, weights.len());
+    let values = &values[..keys * dim];
+    let (body, tail) = S::as_simd_f32s(&acc[..dim]);
+    let (n, lanes) = (body.len(), dim - tail.len());
+    let mut i = 0;
+    // Sums of R rows × C vectors stay in registers while the keys pass by.
+    while i + C <= n {
+        accumulate_columns::<S, R, C>(simd, acc, dim, &rows, keys, values, i);
+        i += C;
+    }
+    while i < n {
+        accumulate_columns::<S, R, 1>(simd, acc, dim, &rows, keys, values, i);
+        i += 1;
+    }
+    for d in lanes..dim {
+        for r in 0..R {
+            let mut sum = acc[r * dim + d];
+            for t in 0..keys {
+                sum = rows[r][t].mul_add(values[t * dim + d], sum);
+            }
+            acc[r * dim + d] = sum;
+        }
+    }
 }
 
 #[inline(always)]
-fn accumulate_keys<S: Simd, const T: usize>(simd: S, acc: &mut [f32], weights: &[f32], values: &[f32]) {
-    let dim = acc.len();
-    let (body, tail) = S::as_mut_simd_f32s(acc);
-    let n = body.len();
-    let lanes = dim - tail.len();
-    let rows: [&[f32]; T] = std::array::from_fn(|t| &values[t * dim..(t + 1) * dim]);
-    let splat: [S::f32s; T] = std::array::from_fn(|t| simd.splat_f32s(weights[t]));
-    let vectors = rows.map(|row| &S::as_simd_f32s(row).0[..n]);
-    for i in 0..n {
-        let mut sum = body[i];
-        for t in 0..T {
-            sum = simd.mul_add_f32s(splat[t], vectors[t][i], sum);
-        }
-        body[i] = sum;
+fn accumulate_columns<S: Simd, const R: usize, const C: usize>(
+    simd: S,
+    acc: &mut [f32],
+    dim: usize,
+    rows: &[&[f32]; R],
+    keys: usize,
+    values: &[f32],
+    i: usize,
+) {
+    let mut sums = [[simd.splat_f32s(0.0); C]; R];
+    for r in 0..R {
+        let acc = &S::as_simd_f32s(&acc[r * dim..(r + 1) * dim]).0[i..i + C];
+        sums[r].copy_from_slice(acc);
     }
-    for (i, sum) in tail.iter_mut().enumerate() {
-        for t in 0..T {
-            *sum = weights[t].mul_add(rows[t][lanes + i], *sum);
+    for (t, values) in values.chunks_exact(dim).take(keys).enumerate() {
+        let values = &S::as_simd_f32s(values).0[i..i + C];
+        for r in 0..R {
+            let weight = simd.splat_f32s(rows[r][t]);
+            for c in 0..C {
+                sums[r][c] = simd.mul_add_f32s(weight, values[c], sums[r][c]);
+            }
         }
+    }
+    for r in 0..R {
+        let acc = &mut S::as_mut_simd_f32s(&mut acc[r * dim..(r + 1) * dim]).0[i..i + C];
+        acc.copy_from_slice(&sums[r]);
     }
 }
 

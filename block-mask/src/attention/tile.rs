@@ -52,7 +52,7 @@ pub(super) struct Tile<'a> {
 }
 
 /// Which keys of the current block a row attends to.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 struct Keys {
     start: usize,
     end: usize,
@@ -186,33 +186,7 @@ impl<Sp: Space> WithSimd for Run<'_, '_, Sp> {
             }
             for from in (0..count).step_by(KEYS_AT_ONCE) {
                 let to = count.min(from + KEYS_AT_ONCE);
-                for (row, keys) in keys.iter().enumerate() {
-                    let (start, end) = (keys.start.max(from), keys.end.min(to));
-                    if start >= end {
-                        continue;
-                    }
-                    let acc = &mut acc[row * dim..(row + 1) * dim];
-                    let weights = &scores[row * stride..(row + 1) * stride];
-                    match keys.cells {
-                        None => accumulate(simd, acc, &weights[start..end], &v[start * dim..end * dim]),
-                        // Masked values are left out rather than multiplied by 0: they may be NaN.
-                        Some(cells_row) => {
-                            let cells = &cells[cells_row * block..][..block];
-                            let mut key = start;
-                            while key < end {
-                                let run = cells[key..end].iter().take_while(|&&cell| cell).count();
-                                accumulate(
-                                    simd,
-                                    acc,
-                                    &weights[key..key + run],
-                                    &v[key * dim..(key + run) * dim],
-                                );
-                                key += run;
-                                key += cells[key..end].iter().take_while(|&&cell| !cell).count();
-                            }
-                        }
-                    }
-                }
+                block_values(simd, acc, v, dim, keys, cells, block, from, to, scores, stride);
             }
         }
 
@@ -332,6 +306,79 @@ fn widen_one(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
+/// Adds the values of the keys `from..to`, weighted, to the sums of all rows.
+#[inline(always)]
+fn block_values<S: Simd>(
+    simd: S,
+    acc: &mut [f32],
+    v: &[f32],
+    dim: usize,
+    keys: &[Keys],
+    cells: &[bool],
+    block: usize,
+    from: usize,
+    to: usize,
+    weights: &[f32],
+    stride: usize,
+) {
+    let mut row = 0;
+    while row < keys.len() {
+        let Keys {
+            start,
+            end,
+            cells: cells_row,
+        } = keys[row];
+        let (start, end) = (start.max(from), end.min(to));
+        if start >= end {
+            row += 1;
+            continue;
+        }
+        let acc = &mut acc[row * dim..];
+        let Some(cells_row) = cells_row else {
+            let same = keys[row..]
+                .iter()
+                .take(4)
+                .take_while(|other| **other == keys[row])
+                .count();
+            let (weights, v) = (&weights[row * stride + start..], &v[start * dim..end * dim]);
+            row += match same {
+                4 => {
+                    accumulate::<S, 4, 2>(simd, acc, dim, weights, stride, end - start, v);
+                    4
+                }
+                2 | 3 => {
+                    accumulate::<S, 2, 4>(simd, acc, dim, weights, stride, end - start, v);
+                    2
+                }
+                _ => {
+                    accumulate::<S, 1, 8>(simd, acc, dim, weights, stride, end - start, v);
+                    1
+                }
+            };
+            continue;
+        };
+        // Masked values are left out rather than multiplied by 0: they may be NaN.
+        let cells = &cells[cells_row * block..][..block];
+        let mut key = start;
+        while key < end {
+            let run = cells[key..end].iter().take_while(|&&cell| cell).count();
+            let weights = &weights[row * stride + key..];
+            accumulate::<S, 1, 8>(
+                simd,
+                acc,
+                dim,
+                weights,
+                stride,
+                run,
+                &v[key * dim..(key + run) * dim],
+            );
+            key += run;
+            key += cells[key..end].iter().take_while(|&&cell| !cell).count();
+        }
+        row += 1;
+    }
+}
+
 /// Scores of the keys `from..to` for all rows of a tile, four, two or one row at a time.
 #[inline(always)]
 fn block_scores<S: Simd>(
@@ -378,17 +425,24 @@ fn score_rows<S: Simd, const R: usize, const T: usize>(
         (low.min(keys.start), high.max(keys.end))
     });
     let (mut key, end) = (low.max(from), high.min(to));
-    let q: [&[f32]; R] = std::array::from_fn(|r| &q[(row + r) * dim..(row + r + 1) * dim]);
+    let none: &[f32] = &[];
+    let mut queries = [none; R];
+    for r in 0..R {
+        queries[r] = &q[(row + r) * dim..(row + r + 1) * dim];
+    }
     while key + T <= end {
-        let k: [&[f32]; T] = std::array::from_fn(|t| &k[(key + t) * dim..(key + t + 1) * dim]);
-        let result = dots::<S, R, T>(simd, q, k);
+        let mut run = [none; T];
+        for t in 0..T {
+            run[t] = &k[(key + t) * dim..(key + t + 1) * dim];
+        }
+        let result = dots::<S, R, T>(simd, queries, run);
         for r in 0..R {
             scores[(row + r) * stride + key..][..T].copy_from_slice(&result[r]);
         }
         key += T;
     }
     while key < end {
-        let result = dots::<S, R, 1>(simd, q, [&k[key * dim..(key + 1) * dim]]);
+        let result = dots::<S, R, 1>(simd, queries, [&k[key * dim..(key + 1) * dim]]);
         for r in 0..R {
             scores[(row + r) * stride + key] = result[r][0];
         }

@@ -21,6 +21,8 @@ pub(crate) mod bounds;
 pub(crate) mod eval;
 mod node;
 pub(crate) mod ranges;
+#[cfg(test)]
+mod tests;
 
 pub use bounds::Domain;
 pub use node::{Axis, Bool, Float, FloatBuffer, Int, IntBuffer, b, h, kv, q, score};

@@ -243,7 +243,7 @@ fn width_of(rows: usize, counts: &[i32], indices: &[i32]) -> Result<usize> {
     if rows == 0 {
         return Ok(0);
     }
-    if indices.len() % rows != 0 {
+    if !indices.len().is_multiple_of(rows) {
         let expected = indices.len().div_ceil(rows) * rows;
         return Err(Error::Mismatch {
             what: "length of a block index array",

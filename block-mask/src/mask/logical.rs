@@ -205,8 +205,14 @@ impl BlockMask<Logical> {
             .collect();
         // All extents are at most `value`, hence fit; block sizes were checked when the mask was made.
         let position = self.queries.first().map_or(0, |span| span.position);
-        let query = (q() - position as i32).div_floor(shape.block_q as i32);
-        let row = (b() * shape.heads as i32 + h()) * shape.q_blocks() as i32 + query;
+        let mut row = (q() - position as i32).div_floor(shape.block_q as i32);
+        // Axes with one entry are left out, so that the mask goes on serving every batch row or head.
+        if shape.heads > 1 {
+            row = h() * shape.q_blocks() as i32 + row;
+        }
+        if shape.batch > 1 {
+            row = b() * (shape.heads * shape.q_blocks()) as i32 + row;
+        }
         let state = IntBuffer::new(states).at(row * columns as i32 + kv().div_floor(shape.block_kv as i32));
         let partial = state.clone().equals(1) & self.mask_mod.expr().clone();
         MaskMod::new(state.equals(2) | partial)
@@ -216,7 +222,7 @@ impl BlockMask<Logical> {
     fn demote_ragged(&mut self) -> Result<()> {
         let shape = self.shape;
         let last_row = shape.q_blocks().wrapping_sub(1);
-        let ragged_q = shape.q_len % shape.block_q != 0;
+        let ragged_q = !shape.q_len.is_multiple_of(shape.block_q);
         let ragged = |row: usize, entry: &Entry| {
             (ragged_q && row % shape.q_blocks() == last_row)
                 || (entry.logical() + 1).saturating_mul(shape.block_kv) > shape.kv_len

@@ -149,8 +149,8 @@ impl BlockMask<Physical> {
 /// use paged_kv::{PageTable, PageTableConfig};
 /// let mut table = PageTable::new(PageTableConfig { n_pages: 9, page_size: 4, n_slots: 3, max_pages_per_slot: 4 })?;
 /// let (x, y) = (table.allocate_slot()?, table.allocate_slot()?);
-/// table.reserve(x, 6)?;
-/// table.reserve(y, 10)?;
+/// let _ = table.reserve(x, 6)?;
+/// let _ = table.reserve(y, 10)?;
 /// // x: a prompt of 6 tokens; y: decoding its tenth token.
 /// let step = [
 ///     PackedSequence { slot: x, q_start: 0, q_len: 6, kv_start_pos: 0 },

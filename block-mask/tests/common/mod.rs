@@ -118,7 +118,7 @@ pub(crate) fn place(sequences: &Sequences, page_size: usize, dtype: KvDtype, see
     let mut strangers = Vec::new();
     for _ in 0..1 + random.below(4) {
         let slot = table.allocate_slot().unwrap();
-        table.reserve(slot, (1 + random.below(4)) * page_size).unwrap();
+        let _ = table.reserve(slot, (1 + random.below(4)) * page_size).unwrap();
         strangers.push(slot);
     }
     random.shuffle(&mut strangers);
@@ -142,7 +142,7 @@ pub(crate) fn place(sequences: &Sequences, page_size: usize, dtype: KvDtype, see
     let mut reserved = vec![0; slots.len()];
     for i in growth {
         reserved[i] += page_size;
-        table.reserve(slots[i], reserved[i]).unwrap();
+        let _ = table.reserve(slots[i], reserved[i]).unwrap();
     }
     table.check_integrity().unwrap();
 
