@@ -5,6 +5,7 @@
 //! processor.
 
 use half::bf16;
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::simd::dispatch;
@@ -26,74 +27,79 @@ pub(crate) fn for_rows(data: &mut [f32], cols: usize, f: impl Fn(usize, &mut [f3
     }
 }
 
-/// Widens a row.
-pub(crate) fn widen(to: &mut [f32], from: &[bf16]) {
-    dispatch(
-        #[inline(always)]
-        || {
-            for (to, from) in to.iter_mut().zip(from) {
-                *to = f32::from_bits(u32::from(from.to_bits()) << 16);
+/// Defines an operation whose body is compiled for the processor's vector instructions. A body is
+/// plain loops: a closure in it that is not inlined would lose those instructions.
+macro_rules! vectorized {
+    ($(#[$doc:meta])* fn $name:ident<$a:lifetime>($($arg:ident: $type:ty),*) $body:block) => {
+        $(#[$doc])*
+        pub(crate) fn $name<$a>($($arg: $type),*) {
+            struct Operation<$a> { $($arg: $type),* }
+            impl<$a> WithSimd for Operation<$a> {
+                type Output = ();
+                #[inline(always)]
+                fn with_simd<S: Simd>(self, _: S) {
+                    let Self { $($arg),* } = self;
+                    $body
+                }
             }
-        },
-    );
+            dispatch(Operation { $($arg),* })
+        }
+    };
 }
 
-/// `to += from`.
-pub(crate) fn add(to: &mut [f32], from: &[f32]) {
-    dispatch(
-        #[inline(always)]
-        || {
-            for (to, from) in to.iter_mut().zip(from) {
-                *to += from;
-            }
-        },
-    );
+vectorized! {
+    /// Widens a row.
+    fn widen<'a>(to: &'a mut [f32], from: &'a [bf16]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = f32::from_bits(u32::from(from.to_bits()) << 16);
+        }
+    }
 }
 
-/// `to = x / rms(x) * weight`, all of one length.
-pub(crate) fn rms_norm(to: &mut [f32], x: &[f32], weight: &[f32], eps: f32) {
-    dispatch(
-        #[inline(always)]
-        || {
-            let scale = inverse_rms(x, eps);
-            for ((to, x), weight) in to.iter_mut().zip(x).zip(weight) {
-                *to = weight * (x * scale);
-            }
-        },
-    );
+vectorized! {
+    /// `to += from`.
+    fn add<'a>(to: &'a mut [f32], from: &'a [f32]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to += from;
+        }
+    }
 }
 
-/// Norm of one head and its rotation by the angles of its position, in place. `cos` and `sin` are
-/// half as long as `head`.
-pub(crate) fn norm_rope(head: &mut [f32], weight: &[f32], eps: f32, cos: &[f32], sin: &[f32]) {
-    dispatch(
-        #[inline(always)]
-        || {
-            let scale = inverse_rms(head, eps);
-            let half = head.len() / 2;
-            let (first, second) = head.split_at_mut(half);
-            let (weight_1, weight_2) = weight.split_at(half);
-            let weights = weight_1.iter().zip(weight_2);
-            let angles = cos.iter().zip(sin);
-            for (((a, b), (w1, w2)), (cos, sin)) in first.iter_mut().zip(second).zip(weights).zip(angles) {
-                let (x, y) = (w1 * (*a * scale), w2 * (*b * scale));
-                *a = x * cos - y * sin;
-                *b = y * cos + x * sin;
-            }
-        },
-    );
+vectorized! {
+    /// `to = x / rms(x) * weight`, all of one length.
+    fn rms_norm<'a>(to: &'a mut [f32], x: &'a [f32], weight: &'a [f32], eps: f32) {
+        let scale = inverse_rms(x, eps);
+        for ((to, x), weight) in to.iter_mut().zip(x).zip(weight) {
+            *to = weight * (x * scale);
+        }
+    }
 }
 
-/// `to = silu(gate) * up`, all of one length.
-pub(crate) fn silu_mul(to: &mut [f32], gate: &[f32], up: &[f32]) {
-    dispatch(
-        #[inline(always)]
-        || {
-            for ((to, gate), up) in to.iter_mut().zip(gate).zip(up) {
-                *to = gate / (1.0 + exp(-gate)) * up;
-            }
-        },
-    );
+vectorized! {
+    /// Norm of one head and its rotation by the angles of its position, in place. `cos` and `sin`
+    /// are half as long as `head`.
+    fn norm_rope<'a>(head: &'a mut [f32], weight: &'a [f32], eps: f32, cos: &'a [f32], sin: &'a [f32]) {
+        let scale = inverse_rms(head, eps);
+        let half = head.len() / 2;
+        let (first, second) = head.split_at_mut(half);
+        let (weight_1, weight_2) = weight.split_at(half);
+        let weights = weight_1.iter().zip(weight_2);
+        let angles = cos.iter().zip(sin);
+        for (((a, b), (w1, w2)), (cos, sin)) in first.iter_mut().zip(second).zip(weights).zip(angles) {
+            let (x, y) = (w1 * (*a * scale), w2 * (*b * scale));
+            *a = x * cos - y * sin;
+            *b = y * cos + x * sin;
+        }
+    }
+}
+
+vectorized! {
+    /// `to = silu(gate) * up`, all of one length.
+    fn silu_mul<'a>(to: &'a mut [f32], gate: &'a [f32], up: &'a [f32]) {
+        for ((to, gate), up) in to.iter_mut().zip(gate).zip(up) {
+            *to = gate / (1.0 + exp(-gate)) * up;
+        }
+    }
 }
 
 #[inline(always)]
@@ -113,7 +119,10 @@ fn inverse_rms(x: &[f32], eps: f32) -> f32 {
             sums[i] += sums[i + width];
         }
     }
-    let sum = rest.iter().fold(sums[0], |sum, x| x.mul_add(*x, sum));
+    let mut sum = sums[0];
+    for x in rest {
+        sum = x.mul_add(*x, sum);
+    }
     1.0 / (sum / x.len() as f32 + eps).sqrt()
 }
 

@@ -25,7 +25,8 @@ use super::simd::dispatch;
 /// Bytes of weights in one task: a few microseconds of reading, and half of a small second-level
 /// cache.
 const BLOCK_BYTES: usize = 128 << 10;
-/// Block sizes are multiples of this, which all tile heights divide.
+/// Block sizes are multiples of this, which all tile heights divide: no block but the last ends in
+/// single rows.
 const ROW_QUANTUM: usize = 24;
 /// Output elements computed before they are put in place: bounds the scratch memory of a product
 /// with many tokens and a vocabulary of rows.
@@ -167,14 +168,15 @@ impl WithSimd for Block<'_> {
         };
         let tokens = x.n_rows();
         let mut token = 0;
-        // Twelve sums of a tile and its operands fill sixteen vector registers.
+        // At least eight sums hide the latency of a multiplication; with the operands of a tile they
+        // still fit sixteen vector registers.
         while token + 4 <= tokens {
-            band.rows::<S, 3, 4>(simd, token);
+            band.rows::<S, 2, 4>(simd, token);
             token += 4;
         }
         match tokens - token {
-            3 => band.rows::<S, 4, 3>(simd, token),
-            2 => band.rows::<S, 6, 2>(simd, token),
+            3 => band.rows::<S, 3, 3>(simd, token),
+            2 => band.rows::<S, 4, 2>(simd, token),
             1 => band.rows::<S, 8, 1>(simd, token),
             _ => {}
         }
@@ -206,8 +208,14 @@ impl Band<'_> {
     #[inline(always)]
     fn tile<S: Simd, const R: usize, const T: usize>(&mut self, simd: S, row: usize, token: usize) {
         let cols = self.x.cols;
-        let weights = std::array::from_fn(|r| &self.weights[(row + r) * cols..][..cols]);
-        let x = std::array::from_fn(|t| self.x.row(token + t));
+        let mut weights: [&[u16]; R] = [&[]; R];
+        for (r, weights) in weights.iter_mut().enumerate() {
+            *weights = &self.weights[(row + r) * cols..][..cols];
+        }
+        let mut x: [(&[f32], &[f32]); T] = [(&[], &[]); T];
+        for (t, x) in x.iter_mut().enumerate() {
+            *x = self.x.row(token + t);
+        }
         let sums: [[f32; T]; R] = dot_tile(simd, weights, x);
         for (r, sums) in sums.iter().enumerate() {
             for (t, sum) in sums.iter().enumerate() {
@@ -223,31 +231,62 @@ fn dot_tile<S: Simd, const R: usize, const T: usize>(
     weights: [&[u16]; R],
     x: [(&[f32], &[f32]); T],
 ) -> [[f32; T]; R] {
+    // Plain loops throughout: a closure that is not inlined is compiled without the vector
+    // instructions that its caller was dispatched to.
     let whole = x.first().map_or(0, |(even, _)| even.len()) / S::F32_LANES;
-    let words: [&[S::u16s]; R] = weights.map(|w| &S::as_simd_u16s(w).0[..whole]);
-    let even: [&[S::f32s]; T] = x.map(|(even, _)| &S::as_simd_f32s(even).0[..whole]);
-    let odd: [&[S::f32s]; T] = x.map(|(_, odd)| &S::as_simd_f32s(odd).0[..whole]);
+    let mut words: [&[S::u16s]; R] = [&[]; R];
+    for (words, weights) in words.iter_mut().zip(weights) {
+        *words = &S::as_simd_u16s(weights).0[..whole];
+    }
+    let mut even: [&[S::f32s]; T] = [&[]; T];
+    let mut odd: [&[S::f32s]; T] = [&[]; T];
+    for t in 0..T {
+        even[t] = &S::as_simd_f32s(x[t].0).0[..whole];
+        odd[t] = &S::as_simd_f32s(x[t].1).0[..whole];
+    }
     let shift = simd.splat_u32s(16);
     let high = simd.splat_u32s(0xffff_0000);
-    let mut sums = [[simd.splat_f32s(0.0); T]; R];
+    let zero = simd.splat_f32s(0.0);
+    let mut sums = [[zero; T]; R];
     for i in 0..whole {
-        let words: [S::u32s; R] = words.map(|w| bytemuck::cast(w[i]));
-        let low: [S::f32s; R] = words.map(|w| bytemuck::cast(simd.wrapping_dyn_shl_u32s(w, shift)));
+        if T == 1 {
+            for r in 0..R {
+                let pair: S::u32s = bytemuck::cast(words[r][i]);
+                let low: S::f32s = bytemuck::cast(simd.wrapping_dyn_shl_u32s(pair, shift));
+                sums[r][0] = simd.mul_add_f32s(low, even[0][i], sums[r][0]);
+                let upper: S::f32s = bytemuck::cast(simd.and_u32s(pair, high));
+                sums[r][0] = simd.mul_add_f32s(upper, odd[0][i], sums[r][0]);
+            }
+            continue;
+        }
+        let mut pairs = [shift; R];
+        let mut weights = [zero; R];
+        for r in 0..R {
+            pairs[r] = bytemuck::cast(words[r][i]);
+            weights[r] = bytemuck::cast(simd.wrapping_dyn_shl_u32s(pairs[r], shift));
+        }
         for t in 0..T {
             let x = even[t][i];
             for r in 0..R {
-                sums[r][t] = simd.mul_add_f32s(low[r], x, sums[r][t]);
+                sums[r][t] = simd.mul_add_f32s(weights[r], x, sums[r][t]);
             }
         }
-        let upper: [S::f32s; R] = words.map(|w| bytemuck::cast(simd.and_u32s(w, high)));
+        for r in 0..R {
+            weights[r] = bytemuck::cast(simd.and_u32s(pairs[r], high));
+        }
         for t in 0..T {
             let x = odd[t][i];
             for r in 0..R {
-                sums[r][t] = simd.mul_add_f32s(upper[r], x, sums[r][t]);
+                sums[r][t] = simd.mul_add_f32s(weights[r], x, sums[r][t]);
             }
         }
     }
-    let mut result = sums.map(|sums| sums.map(|sum| simd.reduce_sum_f32s(sum)));
+    let mut result = [[0.0; T]; R];
+    for r in 0..R {
+        for t in 0..T {
+            result[r][t] = simd.reduce_sum_f32s(sums[r][t]);
+        }
+    }
     // What is left of rows whose length is no multiple of the vector's.
     let done = whole * S::F32_LANES;
     for (result, weights) in result.iter_mut().zip(weights) {
