@@ -34,9 +34,10 @@ const FILES: [(&str, &[u8]); 6] = [
 /// Problems of the kind that the bundled model was trained on, as user messages.
 pub const PROMPTS: [&str; 4] = [
     "Noah has 255 apples. Noah sells 89 apples. 75 apples break. What is the number of apples now?",
-    "Add the numbers: 17, 46, 8.",
-    "Eva has 24 books. Eva buys 3 bags with 12 books each. How many books does Eva have now?",
-    "Repeat and count: Ana marbles Hugo cards.",
+    "Wendy buys 8 boxes with 59 tickets in each box. Wendy buys 42 tickets. Wendy finds 87 more tickets. How many \
+     tickets are left with Wendy?",
+    "Uma has 31 tickets. Uma sells 25 tickets. Uma finds 74 more tickets. How many tickets are left with Uma?",
+    "Count from 259 to 315 by 2.",
 ];
 
 /// The system message that the bundled model was trained with.

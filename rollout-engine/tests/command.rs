@@ -1,0 +1,662 @@
+//! The `rollout` command from outside: what it writes, and how it takes broken input.
+
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// Longer than any run here should take, even unoptimised on a busy machine.
+const DEADLINE: Duration = Duration::from_secs(300);
+
+struct Outcome {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rollout"));
+    command.args(args).env_remove("RUST_LOG").stdin(Stdio::null());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// Waits for the end, but not for ever.
+fn finish(mut child: Child) -> Outcome {
+    let reader = |mut pipe: Box<dyn Read + Send>| {
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            pipe.read_to_end(&mut bytes).expect("the pipe can be read");
+            String::from_utf8_lossy(&bytes).into_owned()
+        })
+    };
+    let stdout = child.stdout.take().map(|pipe| reader(Box::new(pipe)));
+    let stderr = child.stderr.take().map(|pipe| reader(Box::new(pipe)));
+    let start = Instant::now();
+    let code = loop {
+        if let Some(status) = child.try_wait().expect("the child can be waited for") {
+            break status.code();
+        }
+        if start.elapsed() > DEADLINE {
+            child.kill().expect("the child can be stopped");
+            panic!("the command hangs");
+        }
+        std::thread::park_timeout(Duration::from_millis(5));
+    };
+    let text = |handle: Option<std::thread::JoinHandle<String>>| {
+        handle.map_or(String::new(), |handle| handle.join().expect("the reader ends"))
+    };
+    Outcome {
+        code,
+        stdout: text(stdout),
+        stderr: text(stderr),
+    }
+}
+
+fn run(args: &[&str]) -> Outcome {
+    finish(command(args).spawn().expect("the command starts"))
+}
+
+/// Runs `generate` on the CPU without notices.
+fn generate(args: &[&str]) -> Outcome {
+    run(&[&["generate", "--device", "cpu", "--quiet"], args].concat())
+}
+
+/// Checks an error: its exit code, that it is one line and says these words.
+fn assert_error(outcome: &Outcome, code: i32, words: &[&str], what: &str) {
+    let stderr = outcome.stderr.trim_end_matches('\n');
+    assert_eq!(outcome.code, Some(code), "{what}: {stderr}");
+    assert!(
+        stderr.starts_with("rollout: ") && !stderr.contains('\n'),
+        "{what}: not one line: {stderr}"
+    );
+    assert!(!stderr.contains("panicked"), "{what}: {stderr}");
+    for word in words {
+        assert!(stderr.contains(word), "{what}: {word:?} is not in {stderr}");
+    }
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a temporary folder")
+}
+
+fn write(dir: &Path, name: &str, content: impl AsRef<[u8]>) -> String {
+    let path = dir.join(name);
+    std::fs::write(&path, content).expect("writable");
+    path.to_str().expect("a UTF-8 path").to_string()
+}
+
+fn tiny_model() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny-qwen3-math")
+}
+
+fn lines(text: &str) -> Vec<Value> {
+    text.lines()
+        .map(|line| serde_json::from_str(line).expect("a whole JSON line"))
+        .collect()
+}
+
+#[test]
+fn without_arguments_it_solves_the_bundled_problems() {
+    let outcome = run(&["generate"]);
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    for answer in ["#### 91", "#### 601", "#### 80", "315"] {
+        assert!(
+            outcome.stdout.contains(answer),
+            "{answer} is not in\n{}",
+            outcome.stdout
+        );
+    }
+    let last = outcome.stderr.lines().last().expect("a closing line");
+    for word in ["4 completions", "tokens", "tok/s", "peak memory", "device"] {
+        assert!(last.contains(word), "{word} is not in {last}");
+    }
+    // Not a terminal: no bar, and at most one line more, which says why there is no GPU.
+    assert!(outcome.stderr.lines().count() <= 2, "{}", outcome.stderr);
+}
+
+#[test]
+fn quiet_prints_the_results_alone() {
+    let outcome = generate(&["--prompt", "Repeat and count: Iris Kim Kim cookies Noah."]);
+    assert_eq!((outcome.code, outcome.stderr.as_str()), (Some(0), ""));
+    assert!(
+        outcome.stdout.contains("Iris Kim Kim cookies Noah\n#### 5"),
+        "{}",
+        outcome.stdout
+    );
+}
+
+#[test]
+fn lines_of_all_forms_become_lines_with_all_fields() {
+    let dir = folder();
+    let prompts = write(
+        dir.path(),
+        "in.jsonl",
+        concat!(
+            "{\"id\": \"count\", \"messages\": [{\"role\": \"user\", \"content\": \"Count from 259 to 315 by 2.\"}]}\n",
+            "\n",
+            "{\"prompt\": \"<|im_start|>user\\nRepeat and count: Iris Kim.<|im_end|>\\n<|im_start|>assistant\\n\"}\n",
+            "{\"id\": 7, \"prompt_token_ids\": [569, 288, 198]}\n",
+        ),
+    );
+    let output = dir.path().join("out.jsonl");
+    let outcome = generate(&[
+        "--prompts",
+        &prompts,
+        "--output",
+        output.to_str().expect("UTF-8"),
+        "--max-new-tokens",
+        "12",
+    ]);
+    assert_eq!(
+        (outcome.code, outcome.stdout.as_str(), outcome.stderr.as_str()),
+        (Some(0), "", "")
+    );
+    let mut lines = lines(&std::fs::read_to_string(&output).expect("was written"));
+    lines.sort_by_key(|line| line["id"].to_string());
+    assert_eq!(lines.len(), 3);
+    for line in &lines {
+        let keys: Vec<&str> = line
+            .as_object()
+            .expect("an object")
+            .keys()
+            .map(String::as_str)
+            .collect();
+        assert_eq!(
+            keys,
+            [
+                "id",
+                "index",
+                "prompt_token_ids",
+                "token_ids",
+                "text",
+                "finish_reason",
+                "logprobs",
+                "policy_version"
+            ]
+        );
+        let tokens = line["token_ids"].as_array().expect("a list").len();
+        assert_eq!(line["logprobs"].as_array().expect("a list").len(), tokens);
+        assert_eq!(line["index"], 0);
+        assert_eq!(line["policy_version"], 0);
+    }
+    let [count, repeat, ids] = &lines[..] else {
+        unreachable!("three lines")
+    };
+    assert_eq!(
+        (&count["id"], &count["finish_reason"]),
+        (&"count".into(), &"length".into())
+    );
+    assert_eq!(
+        (&repeat["id"], &repeat["finish_reason"]),
+        (&1.into(), &"stop".into())
+    );
+    assert_eq!(repeat["text"], "Iris Kim\nIris Kim\n#### 4");
+    assert_eq!(
+        (&ids["id"], &ids["prompt_token_ids"]),
+        (&7.into(), &serde_json::json!([569, 288, 198]))
+    );
+}
+
+#[test]
+fn the_output_goes_to_standard_output_and_the_input_comes_from_standard_input() {
+    let mut child = command(&[
+        "generate",
+        "--prompts",
+        "-",
+        "--output",
+        "-",
+        "--max-new-tokens",
+        "3",
+    ])
+    .stdin(Stdio::piped())
+    .spawn()
+    .expect("starts");
+    let mut stdin = child.stdin.take().expect("is piped");
+    stdin.write_all(b"{\"prompt\": \"Count\"}").expect("takes input");
+    drop(stdin);
+    let outcome = finish(child);
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    assert_eq!(
+        lines(&outcome.stdout)[0]["token_ids"]
+            .as_array()
+            .expect("a list")
+            .len(),
+        3
+    );
+}
+
+#[test]
+fn text_prompts_go_through_the_template_unless_raw() {
+    let ids = |args: &[&str]| {
+        let outcome = generate(&[args, &["--output", "-", "--max-new-tokens", "1"]].concat());
+        assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+        lines(&outcome.stdout)[0]["prompt_token_ids"].clone()
+    };
+    let chat = ids(&["--prompt", "Count", "--chat"]);
+    let raw = ids(&["--prompt", "Count", "--raw"]);
+    assert_eq!(ids(&["--prompt", "Count"]), chat);
+    assert_ne!(chat, raw);
+    let dir = folder();
+    let prompts = write(dir.path(), "in.jsonl", "{\"prompt\": \"Count\"}\n");
+    assert_eq!(ids(&["--prompts", &prompts]), raw);
+    assert_eq!(ids(&["--prompts", &prompts, "--chat"]), chat);
+}
+
+#[test]
+fn bad_flags_are_refused_with_advice() {
+    let dir = folder();
+    let prompts = write(dir.path(), "in.jsonl", "{\"prompt\": \"x\"}\n");
+    let table: &[(&[&str], &[&str])] = &[
+        (&[], &["no command", "rollout generate"]),
+        (&["no-such-command"], &["no-such-command", "--help"]),
+        (&["generate", "--no-such-flag"], &["--no-such-flag", "--help"]),
+        (&["generate", "stray"], &["stray"]),
+        (
+            &["generate", "--max-new-tokens", "0"],
+            &["--max-new-tokens", "at least 1"],
+        ),
+        (&["generate", "--max-new-tokens", "-5"], &["-5"]),
+        (
+            &["generate", "--max-new-tokens", "many"],
+            &["--max-new-tokens", "whole number"],
+        ),
+        (
+            &["generate", "--max-batch-size", "0"],
+            &["--max-batch-size", "at least 1"],
+        ),
+        (
+            &["generate", "--max-batch-size", "1000000000"],
+            &["--max-batch-size", "at most"],
+        ),
+        (
+            &["generate", "--max-batch-size", "99999999999999999999999"],
+            &["--max-batch-size"],
+        ),
+        (&["generate", "--page-size", "0"], &["--page-size", "at least 1"]),
+        (
+            &["generate", "--page-size", "1000000000"],
+            &["--page-size", "at most"],
+        ),
+        (&["generate", "--n-pages", "0"], &["--n-pages", "at least 1"]),
+        (
+            &["generate", "--n-pages", "1"],
+            &["--n-pages 1", "at least 2", "reserved"],
+        ),
+        (
+            &["generate", "--n-pages", "1000000000000"],
+            &["--n-pages", "use fewer pages"],
+        ),
+        (
+            &["generate", "--max-seq-length", "1"],
+            &["--max-seq-length", "at least 2"],
+        ),
+        (
+            &["generate", "--max-seq-length", "2049"],
+            &["--max-seq-length", "at most 2048"],
+        ),
+        (&["generate", "--device", "gpu"], &["--device", "cuda:N"]),
+        (&["generate", "--device", "cuda:x"], &["--device", "cuda:N"]),
+        (&["generate", "--device", "cuda:99"], &["cuda:99", "cpu"]),
+        (
+            &["generate", "--prompt", "x", "--prompts", &prompts],
+            &["--prompt", "cannot be used with"],
+        ),
+        (
+            &["generate", "--chat", "--raw"],
+            &["--chat", "cannot be used with"],
+        ),
+        (&["generate", "--seed", "-1"], &["-1"]),
+        (
+            &["generate", "--prompts", &prompts, "--output", &prompts],
+            &["--output", "name another"],
+        ),
+        (&["inspect", "--memory", "16"], &["--memory", "unit"]),
+    ];
+    for (args, words) in table {
+        assert_error(&run(args), 2, words, &args.join(" "));
+    }
+    assert_eq!(
+        std::fs::read_to_string(&prompts).expect("is there"),
+        "{\"prompt\": \"x\"}\n",
+        "the input is intact"
+    );
+}
+
+#[test]
+fn broken_prompt_files_name_the_line() {
+    let dir = folder();
+    let table: &[(&[u8], &[&str])] = &[
+        (b"", &["no prompts"]),
+        (b"\n \n", &["no prompts"]),
+        (b"{\"prompt\": \"x\"}\n{\"prompt\": ", &["line 2", "EOF"]),
+        (b"{\"prompt\": \"x\"}\n\n\xff\xfe\n", &["line 3", "UTF-8"]),
+        (b"[1, 2]\n", &["line 1", "expected an object"]),
+        (
+            b"{\"prompt\": \"x\", \"messages\": [{}]}\n",
+            &["line 1", "more than one"],
+        ),
+        (b"{\"id\": 1}\n", &["line 1", "none of"]),
+        (
+            b"{\"prompt\": \"x\", \"top_p\": 0.5}\n",
+            &["line 1", "unknown field `top_p`"],
+        ),
+        (b"{\"prompt_token_ids\": [1, -1]}\n", &["line 1", "-1"]),
+        (b"{\"prompt_token_ids\": [1.5]}\n", &["line 1", "1.5"]),
+        (b"{\"messages\": []}\n", &["line 1", "messages"]),
+        (b"{\"id\": {}, \"prompt\": \"x\"}\n", &["line 1", "`id`"]),
+    ];
+    for (content, words) in table {
+        let prompts = write(dir.path(), "in.jsonl", content);
+        assert_error(
+            &generate(&["--prompts", &prompts]),
+            1,
+            words,
+            &String::from_utf8_lossy(content),
+        );
+    }
+    let deep = format!(
+        "{{\"messages\": {}{}}}\n",
+        "[".repeat(100_000),
+        "]".repeat(100_000)
+    );
+    let prompts = write(dir.path(), "deep.jsonl", deep);
+    assert_error(
+        &generate(&["--prompts", &prompts]),
+        1,
+        &["line 1"],
+        "deep nesting",
+    );
+    assert_error(
+        &generate(&["--prompts", "/no/such/file"]),
+        1,
+        &["/no/such/file"],
+        "absent file",
+    );
+    let path = dir.path().to_str().expect("UTF-8");
+    assert_error(&generate(&["--prompts", path]), 1, &[path], "a folder");
+}
+
+/// Each of these is refused alone; the prompt behind it is completed.
+#[test]
+fn prompts_that_can_never_be_completed_are_refused_and_the_others_go_on() {
+    let dir = folder();
+    let many = |n: usize| format!("{:?}", vec![5; n]);
+    let table = [
+        ("{\"prompt_token_ids\": []}".to_string(), "empty"),
+        ("{\"prompt\": \"\"}".to_string(), "empty"),
+        (
+            "{\"prompt_token_ids\": [1, 1024]}".to_string(),
+            "vocabulary of 1024",
+        ),
+        (
+            "{\"prompt_token_ids\": [4294967295]}".to_string(),
+            "vocabulary of 1024",
+        ),
+        // 31 usable pages of 16 tokens.
+        (
+            format!("{{\"prompt_token_ids\": {}}}", many(496)),
+            "all pages together hold 496",
+        ),
+        (
+            format!("{{\"prompt_token_ids\": {}}}", many(2048)),
+            "a sequence may hold 2048",
+        ),
+        (
+            format!("{{\"prompt_token_ids\": {}}}", many(100_000)),
+            "100000 tokens",
+        ),
+        (
+            format!("{{\"prompt\": {:?}}}", "apples ".repeat(100_000)),
+            "tokens",
+        ),
+        (
+            "{\"messages\": [{\"role\": \"user\"}]}".to_string(),
+            "chat template",
+        ),
+        (
+            "{\"messages\": [{\"role\": \"user\", \"content\": 5}]}".to_string(),
+            "chat template",
+        ),
+    ];
+    for (bad, word) in table {
+        let prompts = write(
+            dir.path(),
+            "in.jsonl",
+            format!("{bad}\n{{\"id\": \"good\", \"prompt\": \"Count\"}}\n"),
+        );
+        let outcome = generate(&[
+            "--prompts",
+            &prompts,
+            "--output",
+            "-",
+            "--max-new-tokens",
+            "2",
+            "--n-pages",
+            "32",
+            "--page-size",
+            "16",
+        ]);
+        let what = &bad[..bad.len().min(60)];
+        assert_eq!(outcome.code, Some(1), "{what}");
+        let errors: Vec<&str> = outcome.stderr.lines().collect();
+        assert_eq!(errors.len(), 2, "{what}: {}", outcome.stderr);
+        assert!(
+            errors[0].contains("in.jsonl line 1: ") && errors[0].contains(word),
+            "{what}: {}",
+            errors[0]
+        );
+        assert!(errors[1].contains("1 of 2 prompts"), "{what}: {}", errors[1]);
+        let lines = lines(&outcome.stdout);
+        assert_eq!(lines.len(), 1, "{what}");
+        assert_eq!(lines[0]["id"], "good");
+    }
+}
+
+#[test]
+fn a_pool_of_one_usable_page_generates_up_to_its_end() {
+    let outcome = generate(&[
+        "--prompt",
+        "Count",
+        "--raw",
+        "--n-pages",
+        "2",
+        "--page-size",
+        "8",
+        "--output",
+        "-",
+    ]);
+    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    let line = &lines(&outcome.stdout)[0];
+    let total = ["prompt_token_ids", "token_ids"].map(|key| line[key].as_array().expect("a list").len());
+    assert_eq!(total.iter().sum::<usize>(), 8);
+    assert_eq!(line["finish_reason"], "length");
+}
+
+#[test]
+fn model_folders_that_are_broken_are_named() {
+    let dir = folder();
+    let empty = dir.path().join("empty");
+    std::fs::create_dir(&empty).expect("writable");
+    let file = write(dir.path(), "file", "x");
+    for (path, word) in [
+        ("/no/such/folder", "/no/such/folder"),
+        (&file, "file"),
+        (empty.to_str().expect("UTF-8"), "config.json"),
+    ] {
+        assert_error(&generate(&["--prompt", "x", "--model", path]), 1, &[word], path);
+        assert_error(&run(&["inspect", "--model", path]), 1, &[word], path);
+    }
+    for (name, content, word) in [
+        ("config.json", "{", "config.json"),
+        ("config.json", "{\"model_type\": \"llama\"}", "config.json"),
+        ("generation_config.json", "[]", "generation_config.json"),
+        ("tokenizer.json", "{\"version\": 3}", "tokenizer.json"),
+        ("tokenizer_config.json", "nonsense", "tokenizer_config.json"),
+        ("chat_template.jinja", "{% for %}", "chat_template.jinja"),
+        (
+            "chat_template.jinja",
+            "{{ raise_exception('no systems please') }}",
+            "no systems please",
+        ),
+        ("model.safetensors", "cut off", "model.safetensors"),
+    ] {
+        let broken = folder();
+        for entry in std::fs::read_dir(tiny_model()).expect("is there") {
+            let entry = entry.expect("can be listed");
+            std::fs::copy(entry.path(), broken.path().join(entry.file_name())).expect("copies");
+        }
+        write(broken.path(), name, content);
+        let model = broken.path().to_str().expect("UTF-8");
+        let outcome = generate(&["--prompt", "x", "--model", model]);
+        assert_eq!(outcome.code, Some(1), "{name}: {}", outcome.stderr);
+        assert!(
+            outcome.stderr.contains(word),
+            "{name}: {word:?} is not in {}",
+            outcome.stderr
+        );
+        assert!(
+            outcome.stderr.lines().all(|line| line.starts_with("rollout: ")),
+            "{name}: {}",
+            outcome.stderr
+        );
+    }
+}
+
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    let dir = folder();
+    let path = dir.path().to_str().expect("UTF-8");
+    assert_error(&generate(&["--output", path]), 1, &["--output"], "a folder");
+    let absent = format!("{path}/no/such/out.jsonl");
+    assert_error(
+        &generate(&["--output", &absent]),
+        1,
+        &["no/such"],
+        "an absent folder",
+    );
+    if Path::new("/dev/full").exists() {
+        assert_error(
+            &generate(&["--output", "/dev/full"]),
+            1,
+            &["/dev/full"],
+            "a full disk",
+        );
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_ends_the_run_without_noise() {
+    let mut child = command(&["generate", "--device", "cpu", "--output", "-"])
+        .spawn()
+        .expect("starts");
+    drop(child.stdout.take());
+    let outcome = finish(child);
+    assert_eq!((outcome.code, outcome.stderr.as_str()), (Some(0), ""));
+}
+
+#[test]
+#[cfg(unix)]
+fn an_interrupted_run_leaves_whole_lines_and_exits_130() {
+    let dir = folder();
+    // Far more work than is done before the interruption.
+    let line = "{\"messages\": [{\"role\": \"user\", \"content\": \"Count from 1 to 2000 by 1.\"}]}\n";
+    let prompts = write(dir.path(), "in.jsonl", line.repeat(5000));
+    let output = dir.path().join("out.jsonl");
+    let child = command(&[
+        "generate",
+        "--device",
+        "cpu",
+        "--prompts",
+        &prompts,
+        "--output",
+        output.to_str().expect("UTF-8"),
+        "--max-batch-size",
+        "4",
+        "--max-new-tokens",
+        "20",
+    ])
+    .spawn()
+    .expect("starts");
+    let start = Instant::now();
+    while std::fs::metadata(&output).map_or(0, |meta| meta.len()) < 500 {
+        assert!(start.elapsed() < DEADLINE, "nothing is written while it runs");
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+    let status = Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status()
+        .expect("kill is there");
+    assert!(status.success());
+    let outcome = finish(child);
+    assert_eq!(outcome.code, Some(130), "{}", outcome.stderr);
+    let text = std::fs::read_to_string(&output).expect("was written");
+    assert!(text.ends_with('\n'));
+    let written = lines(&text).len();
+    let last = outcome.stderr.lines().last().expect("says so");
+    assert!(last.contains(&format!("{written} of 5000")), "{last}");
+}
+
+#[test]
+fn inspect_describes_a_model() {
+    let outcome = run(&[
+        "inspect",
+        "--model",
+        tiny_model().to_str().expect("UTF-8"),
+        "--memory",
+        "1GB",
+    ]);
+    assert_eq!((outcome.code, outcome.stderr.as_str()), (Some(0), ""));
+    for word in [
+        "parameters",
+        "4,096 bytes",
+        "1.00 GB (given)",
+        "sequences of 2048",
+        "[570, 568]",
+    ] {
+        assert!(
+            outcome.stdout.contains(word),
+            "{word} is not in\n{}",
+            outcome.stdout
+        );
+    }
+}
+
+#[test]
+fn help_explains_every_flag() {
+    let outcome = run(&["generate", "--help"]);
+    assert_eq!((outcome.code, outcome.stderr.as_str()), (Some(0), ""));
+    for flag in [
+        "--model",
+        "--prompt ",
+        "--prompts",
+        "--chat",
+        "--raw",
+        "--max-new-tokens",
+        "--max-batch-size",
+        "--n-pages",
+        "--page-size",
+        "--max-seq-length",
+        "--device",
+        "--output",
+        "--quiet",
+        "--seed",
+    ] {
+        assert!(
+            outcome.stdout.contains(flag),
+            "{flag} is not in\n{}",
+            outcome.stdout
+        );
+    }
+    assert!(
+        outcome.stdout.matches("efault").count() >= 11,
+        "{}",
+        outcome.stdout
+    );
+    assert_eq!(
+        run(&["--version"]).stdout,
+        concat!("rollout ", env!("CARGO_PKG_VERSION"), "\n")
+    );
+}
