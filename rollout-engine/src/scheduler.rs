@@ -223,14 +223,14 @@ impl<R: Runner> Scheduler<R> {
         sequence.push(token);
         self.statistics.new_tokens += 1;
         events.push(Event::Token { request, token });
-        if let Some(reason) = sequence.finish_reason() {
-            if let Some(sequence) = self.release(request)? {
-                self.statistics.finished_requests += 1;
-                events.push(Event::Finished {
-                    request,
-                    result: Ok(sequence.into_completion(reason)),
-                });
-            }
+        if let Some(reason) = sequence.finish_reason()
+            && let Some(sequence) = self.release(request)?
+        {
+            self.statistics.finished_requests += 1;
+            events.push(Event::Finished {
+                request,
+                result: Ok(sequence.into_completion(reason)),
+            });
         }
         Ok(())
     }

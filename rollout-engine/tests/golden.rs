@@ -73,7 +73,7 @@ fn check(cases: &[&Golden], page_size: usize, batch_size: usize, n_pages: usize)
         }
     }
     assert!(worst <= TOLERANCE, "{what}: log-probabilities differ by {worst}");
-    println!(
+    eprintln!(
         "{what}: {:?}, worst log-probability difference {worst:e}",
         engine.statistics()
     );

@@ -175,12 +175,10 @@ fn source_name(args: &GenerateArgs) -> String {
 
 fn refuse_to_overwrite_the_input(args: &GenerateArgs) -> Result<(), CliError> {
     let real = |path: &Option<PathBuf>| path.as_ref().and_then(|path| path.canonicalize().ok());
-    if let (Some(input), Some(output)) = (real(&args.prompts), real(&args.output)) {
-        if input == output {
-            return Err(CliError::Usage(
-                "--output is the file of --prompts: name another one".into(),
-            ));
-        }
+    match (real(&args.prompts), real(&args.output)) {
+        (Some(input), Some(output)) if input == output => Err(CliError::Usage(
+            "--output is the file of --prompts: name another one".into(),
+        )),
+        _ => Ok(()),
     }
-    Ok(())
 }
