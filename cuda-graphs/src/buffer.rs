@@ -86,7 +86,24 @@ impl<T: Pod> DeviceBuffer<T> {
         device.bind()?;
         let mut pointer = 0;
         // SAFETY: writes one address; a context is current.
-        unsafe { cu!(cuMemAlloc_v2(&mut pointer, bytes)) }?;
+        unsafe { cu!(cuMemAlloc_v2(&mut pointer, bytes)) }.map_err(|error| match error {
+            Error::Driver {
+                call,
+                code,
+                name,
+                detail,
+            } => {
+                let free = device.memory().map_or(0, |memory| memory.free);
+                let detail = format!("{detail}; {bytes} bytes were asked for, {free} are free");
+                Error::Driver {
+                    call,
+                    code,
+                    name,
+                    detail,
+                }
+            }
+            other => other,
+        })?;
         let allocation = Arc::new(Allocation {
             device: device.clone(),
             pointer,

@@ -1,5 +1,6 @@
 //! Devices, and what is known about them.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaContext, sys};
@@ -77,15 +78,6 @@ struct Inner {
     deferred: Mutex<Vec<Deferred>>,
 }
 
-impl Drop for Inner {
-    fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
-            let deferred = std::mem::take(self.deferred.get_mut().unwrap_or_else(PoisonError::into_inner));
-            deferred.into_iter().for_each(release);
-        }
-    }
-}
-
 /// Frees now. Errors are dropped: there is nobody to report them to, and the context reports them again.
 fn release(item: Deferred) {
     // SAFETY: each item was made by the matching driver call, is owned by the one who passes it here, and is passed
@@ -99,7 +91,8 @@ fn release(item: Deferred) {
     };
 }
 
-/// A CUDA device with its primary context. Cheap to clone; all clones mean the same context.
+/// A CUDA device with its primary context. Cheap to clone; opening it again gives the same. The context stays until
+/// the process ends, since libraries that were used in it do not survive its end.
 ///
 /// Opening a device turns cudarc's event tracking off before anything is allocated: tracked memory touched during a
 /// capture would poison the context.
@@ -132,6 +125,17 @@ impl Device {
     /// [`Error::UnsupportedDevice`] below compute capability 8.0, [`Error::Driver`] otherwise. Never panics for want
     /// of a library.
     pub fn open(ordinal: usize) -> Result<Self> {
+        static OPEN: Mutex<BTreeMap<usize, Device>> = Mutex::new(BTreeMap::new());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(device) = open.get(&ordinal) {
+            return Ok(device.clone());
+        }
+        let device = Self::open_first(ordinal)?;
+        open.insert(ordinal, device.clone());
+        Ok(device)
+    }
+
+    fn open_first(ordinal: usize) -> Result<Self> {
         let driver_version = initialise()?;
         let count = Self::count()?;
         if ordinal >= count {

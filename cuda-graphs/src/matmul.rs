@@ -144,6 +144,13 @@ pub struct Matmul {
 /// Nothing but a share of the workspace's memory, for graphs to keep.
 type DeviceBufferOwner = crate::buffer::Allocation;
 
+impl Drop for Matmul {
+    fn drop(&mut self) {
+        // The handle is destroyed next, in the context it was made in.
+        let _ = self.stream.bound();
+    }
+}
+
 impl Matmul {
     /// Products on `stream` with the default options.
     ///
