@@ -57,6 +57,7 @@ constexpr int PASS_VECTORS = PASS_COLUMNS / 4;
 // next item are already in registers when they are needed.
 struct DecodeCursor {
   int work;  // item * kv_heads + head
+  int head;
   int token;
   int page;
   DecodeItem item, ahead;
@@ -77,6 +78,7 @@ __device__ __forceinline__ void cursor_settle(DecodeCursor& c, const DecodeParam
   while (c.work < total && c.token >= c.item.end) {
     c.work += stride;
     c.item = c.ahead;
+    c.head = c.work % p.kv_heads;
     if (c.work + stride < total) c.ahead = load_item(p, c.work + stride);
     c.token = c.item.start + warp * GRANULE;
   }
@@ -90,7 +92,7 @@ __device__ __forceinline__ void decode_issue(DecodeCursor& c, const DecodeParams
     // Nothing is read past the length or from a page that the slot does not have: it may hold NaN.
     int n = c.item.end - c.token;
     n = c.page < 0 ? 0 : n > GRANULE ? GRANULE : n;
-    const i64 offset = token_offset(p.paging, c.work % p.kv_heads, c.page < 0 ? 0 : c.page, c.token);
+    const i64 offset = token_offset(p.paging, c.head, c.page < 0 ? 0 : c.page, c.token);
     const bf16* k = p.k + offset;
     const bf16* v = p.v + offset;
 #pragma unroll
@@ -168,7 +170,7 @@ __device__ __forceinline__ void decode_step(DecodeState& s, const u32 (&q)[N_TIL
       const int in_tile = g + (i >> 1) * 8, kv = token + in_tile;
       bool visible = in_tile < valid && kv >= item.first;
 #if HAS_MASK_MOD || HAS_SCORE_MOD
-      const int in_group = n * 8 + t * 2 + (i & 1);
+      const int in_group = n * 8 + (lane & 3) * 2 + (i & 1);
       // The functions may index captured buffers: they are called for real heads and tokens only.
       visible = visible && in_group < p.group;
 #endif
@@ -333,6 +335,7 @@ __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, un
 
   DecodeCursor cursor;
   cursor.work = block;
+  cursor.head = block % p.kv_heads;
   cursor.item = load_item(p, block);
   DecodeItem item = cursor.item;
   cursor.ahead = block + blocks < total ? load_item(p, block + blocks) : item;
