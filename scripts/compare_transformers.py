@@ -38,8 +38,8 @@ SHAPES = {
 def write_model(shape: str, folder: pathlib.Path, seed: int) -> None:
     config = Qwen3Config(
         vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
-        rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True, eos_token_id=[151645, 151643],
-        dtype="bfloat16", **SHAPES[shape],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, eos_token_id=[151645, 151643], **SHAPES[shape],
     )
     generator = torch.Generator("cuda").manual_seed(seed)
     default = torch.get_default_dtype()
@@ -64,7 +64,9 @@ def write_model(shape: str, folder: pathlib.Path, seed: int) -> None:
 @torch.no_grad()
 def score(folder: pathlib.Path, dtype: torch.dtype, sequences: list[dict]) -> list[torch.Tensor]:
     """Log-probability of every token after the prompt, teacher forced, from float32 logits."""
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+    # The reference spells attention out: a fused kernel may round float32 on the way.
+    attention = "eager" if dtype == torch.float32 else "sdpa"
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).cuda().eval()
     out = []
     for sequence in sequences:
         ids = torch.tensor([sequence["prompt"] + sequence["completion"]], device="cuda")
@@ -149,7 +151,7 @@ def main() -> int:
         command = [
             str(options.rollout), "generate", "--model", str(folder), "--device", "cuda:0", "--quiet",
             "--prompts", str(source), "--output", str(target),
-            "--max-new-tokens", str(options.new_tokens), "--max-batch-size", "8",
+            "--max-new-tokens", str(options.new_tokens), "--max-batch-size", "8", "--max-seq-length", "1024",
         ]  # fmt: skip
         subprocess.run(command, check=True)
         decoded = []

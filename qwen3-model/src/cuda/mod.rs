@@ -32,7 +32,8 @@ mod weights;
 mod workspace;
 
 use cuda_graphs::{
-    BucketSet, CaptureOptions, CaptureReport, Compiler, Device, DeviceBuffer, GraphCache, Matmul, Stream,
+    BucketSet, CaptureOptions, CaptureReport, Compiler, Device, DeviceBuffer, DeviceSlice, GraphCache,
+    Matmul, Stream,
 };
 use half::bf16;
 use paged_kv::cuda::{CudaKvCache, PageTableMirror};
@@ -264,11 +265,12 @@ impl CudaBackend {
         self.weights.bytes()
     }
 
-    /// A projection's weight as it is on the device, `[out, in]`. Waits.
+    /// A projection's weight on the device, `[out, in]` row-major: whole rows of its fused matrix, at an address that
+    /// never changes. What is written here counts for the work given to [`stream`](Self::stream) afterwards.
     ///
     /// # Errors
     /// [`Error::Option`] for a layer that is not there; [`Error::Cuda`]. Panics: none.
-    pub fn download_projection(&self, layer: usize, projection: Projection) -> Result<Vec<bf16>> {
+    pub fn projection(&self, layer: usize, projection: Projection) -> Result<DeviceSlice<'_, bf16>> {
         let layers = self.weights.layers.len();
         let Some(weights) = self.weights.layers.get(layer) else {
             let problem = format!("is {layer}; the model has {layers} layers");
@@ -279,18 +281,18 @@ impl CudaBackend {
         };
         let rows = projection_rows(&self.config, projection);
         let cols = self.config.projection_shape(projection)[1];
-        let part = weights
-            .matrix(projection.fused())
-            .slice(rows.start * cols..rows.end * cols)?;
-        Ok(self.stream.download(part)?)
+        let matrix = weights.matrix(projection.fused());
+        Ok(matrix.slice(rows.start * cols..rows.end * cols)?)
     }
 
-    /// The embedding as it is on the device, `[vocab, hidden]`. Waits.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`]. Panics: none.
-    pub fn download_embedding(&self) -> Result<Vec<bf16>> {
-        Ok(self.stream.download(&self.weights.embed)?)
+    /// The embedding on the device, `[vocab, hidden]`, row-major.
+    pub fn embedding(&self) -> DeviceSlice<'_, bf16> {
+        self.weights.embed.as_slice()
+    }
+
+    /// The output head on the device, `[vocab, hidden]`, row-major: the embedding if it is tied.
+    pub fn output_head(&self) -> DeviceSlice<'_, bf16> {
+        self.weights.head().as_slice()
     }
 
     /// Brings the device's copy of the page table up to date: only rows that changed travel. To be called before the
