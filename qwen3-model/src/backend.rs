@@ -25,9 +25,10 @@
 //! A product leaves its result in `delta` and the *next* norm adds it to the residual: that is the
 //! fusion that saves a pass over memory. The first norm of layer 0 has nothing to add.
 
+use lora_merge::ActiveAdapter;
 use paged_kv::{KvLayout, PageCopy};
 
-use crate::{FusedMatrix, Qwen3Config, Result, StepPlan};
+use crate::{AdapterReport, Error, FusedMatrix, MergeMode, Qwen3Config, Result, StepPlan};
 
 /// The two norms of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -106,6 +107,22 @@ pub trait Backend {
     /// # Errors
     /// A page outside the cache; errors of the device.
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<()>;
+
+    /// Makes `active` the adapters in force, replacing those before; none is the base model.
+    /// What the cache holds was computed under the previous policy: whether it may be used on is
+    /// the caller's to decide.
+    ///
+    /// # Errors
+    /// [`Error::Adapter`](crate::Error::Adapter), and [`Error::AdapterMode`](crate::Error::AdapterMode)
+    /// where the backend has no such mode, as in this default. After an error the previous
+    /// adapters are fully in force.
+    fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<AdapterReport> {
+        let _ = active;
+        Err(Error::AdapterMode {
+            backend: std::any::type_name::<Self>(),
+            mode,
+        })
+    }
 }
 
 /// The layers of a Qwen3 model, in order: the one place that knows them.

@@ -99,6 +99,21 @@ impl Qwen3Config {
         let max_position_embeddings = fields
             .size("max_position_embeddings", MAX_POSITIONS)?
             .unwrap_or(32_768);
+        let rope = RopeConfig::from_fields(fields, max_position_embeddings)?;
+        let frequencies = rope.frequencies(head_dim);
+        if !frequencies
+            .inv_freq
+            .iter()
+            .chain([&frequencies.attention_factor])
+            .all(|x| x.is_finite())
+        {
+            let field = if fields.value("rope_scaling").is_some() {
+                "rope_scaling"
+            } else {
+                "rope_parameters"
+            };
+            return Err(fields.error(field, "gives frequencies that are not finite"));
+        }
         let vocab_size = fields.required_size("vocab_size", MAX_DIM)?;
         let eos_token_ids = fields.token_ids("eos_token_id")?;
         Ok(Self {
@@ -110,7 +125,7 @@ impl Qwen3Config {
             n_kv_heads,
             head_dim,
             rms_norm_eps: fields.positive("rms_norm_eps")?.unwrap_or(1e-6),
-            rope: RopeConfig::from_fields(fields, max_position_embeddings)?,
+            rope,
             max_position_embeddings,
             tie_word_embeddings: fields.boolean("tie_word_embeddings")?.unwrap_or(false),
             eos_token_ids,

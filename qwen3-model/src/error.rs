@@ -226,6 +226,17 @@ pub enum Error {
     /// An error of the paged cache.
     #[error(transparent)]
     PagedKv(#[from] paged_kv::Error),
+    /// An adapter that cannot be applied. The previous policy is still in force.
+    #[error(transparent)]
+    Adapter(#[from] lora_merge::Error),
+    /// The backend cannot apply adapters in this way.
+    #[error("the {backend} backend cannot apply adapters in the mode {mode:?}")]
+    AdapterMode {
+        /// The backend.
+        backend: &'static str,
+        /// The mode that was asked for.
+        mode: crate::MergeMode,
+    },
     /// An error of the block mask or of attention under it.
     #[error(transparent)]
     BlockMask(#[from] block_mask::Error),

@@ -1,6 +1,7 @@
-//! Qwen3 language models: configuration, weight loading and the layer stack on CPU and CUDA over a paged KV cache.
+#![doc = include_str!("../README.md")]
 #![deny(unsafe_code)]
 
+mod adapters;
 pub mod backend;
 mod checkpoint;
 mod config;
@@ -8,6 +9,8 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 mod generation_config;
 mod json;
 #[cfg(feature = "cuda")]
@@ -23,6 +26,7 @@ mod safetensors_file;
 pub mod step;
 mod weights;
 
+pub use adapters::{AdapterReport, MergeMode, PristineWeights, modules};
 pub use backend::{Backend, Norm, walk};
 pub use config::Qwen3Config;
 pub use cpu::{CpuBackend, LoadOptions};

@@ -1,6 +1,7 @@
 use paged_kv::{PageCopy, PageTable};
 
-use crate::{Backend, LogitRows, Qwen3Config, Result, StepBatch, StepPlanner};
+use crate::{AdapterReport, Backend, LogitRows, MergeMode, Qwen3Config, Result, StepBatch, StepPlanner};
+use lora_merge::{ActiveAdapter, ModuleSpec};
 
 /// A Qwen3 model on a backend.
 #[derive(Debug)]
@@ -56,6 +57,20 @@ impl<B: Backend> Model<B> {
         let plan = self.planner.plan(self.backend.config(), batch, table, rows)?;
         self.backend.step(&plan)?;
         self.backend.read_logits()
+    }
+
+    /// The matrices that adapters may target.
+    pub fn modules(&self) -> Vec<ModuleSpec> {
+        crate::modules(self.config())
+    }
+
+    /// Makes `active` the adapters in force, replacing those before; none is the base model. Pages
+    /// written before hold keys and values of the previous policy.
+    ///
+    /// # Errors
+    /// Those of [`Backend::set_adapters`]; the previous adapters are then fully in force.
+    pub fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<AdapterReport> {
+        self.backend.set_adapters(active, mode)
     }
 
     /// Copies cache pages, as [`PageTable::reserve`] asks for when a forked sequence goes on.

@@ -201,6 +201,16 @@ impl Weights {
         }
     }
 
+    /// The matrix of a module, counted as in [`modules`](crate::modules).
+    pub fn module(&self, module: usize) -> Option<&WeightMatrix> {
+        let (layer, projection) = (module / Projection::ALL.len(), module % Projection::ALL.len());
+        match self.layers.get(layer) {
+            Some(layer) => layer.projections.get(projection),
+            None if layer == self.layers.len() && projection == 0 => Some(&self.lm_head),
+            None => None,
+        }
+    }
+
     /// Bytes of all matrices and norms, a tied head counted once.
     pub fn bytes(&self) -> u64 {
         let matrix = |m: &WeightMatrix| 2 * m.rows as u64 * m.cols as u64;

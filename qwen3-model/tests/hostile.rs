@@ -132,6 +132,16 @@ fn broken_configurations_are_refused_by_field() {
         ),
         (
             "rope_parameters",
+            json!({"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e-320, "beta_slow": 1e-320}),
+            &["`rope_parameters`", "finite"],
+        ),
+        (
+            "rope_parameters",
+            json!({"rope_theta": 1e-300}),
+            &["`rope_parameters`", "finite"],
+        ),
+        (
+            "rope_parameters",
             json!({"partial_rotary_factor": 0.5}),
             &["`rope_parameters.partial_rotary_factor`"],
         ),

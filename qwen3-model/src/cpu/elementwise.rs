@@ -66,6 +66,24 @@ vectorized! {
 }
 
 vectorized! {
+    /// `to *= by`.
+    fn multiply<'a>(to: &'a mut [f32], by: &'a [f32]) {
+        for (to, by) in to.iter_mut().zip(by) {
+            *to *= by;
+        }
+    }
+}
+
+vectorized! {
+    /// `to += matrix · x` for a matrix `[to, x]`.
+    fn multiply_add<'a>(to: &'a mut [f32], matrix: &'a [f32], x: &'a [f32]) {
+        for (to, row) in to.iter_mut().zip(matrix.chunks_exact(x.len())) {
+            *to += dot(row, x);
+        }
+    }
+}
+
+vectorized! {
     /// `to = x / rms(x) * weight`, all of one length.
     fn rms_norm<'a>(to: &'a mut [f32], x: &'a [f32], weight: &'a [f32], eps: f32) {
         let scale = inverse_rms(x, eps);
@@ -104,12 +122,18 @@ vectorized! {
 
 #[inline(always)]
 fn inverse_rms(x: &[f32], eps: f32) -> f32 {
+    1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt()
+}
+
+/// Sum of products of two slices of one length.
+#[inline(always)]
+fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; LANES];
-    let chunks = x.chunks_exact(LANES);
-    let rest = chunks.remainder();
-    for chunk in chunks {
-        for (sum, x) in sums.iter_mut().zip(chunk) {
-            *sum = x.mul_add(*x, *sum);
+    let (chunks_a, chunks_b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let rest = chunks_a.remainder().iter().zip(chunks_b.remainder());
+    for (a, b) in chunks_a.zip(chunks_b) {
+        for i in 0..LANES {
+            sums[i] = a[i].mul_add(b[i], sums[i]);
         }
     }
     let mut width = LANES;
@@ -120,10 +144,10 @@ fn inverse_rms(x: &[f32], eps: f32) -> f32 {
         }
     }
     let mut sum = sums[0];
-    for x in rest {
-        sum = x.mul_add(*x, sum);
+    for (a, b) in rest {
+        sum = a.mul_add(*b, sum);
     }
-    1.0 / (sum / x.len() as f32 + eps).sqrt()
+    sum
 }
 
 /// e^x to about one unit in the last place; 0 or a huge finite number out of range. NaN stays NaN.

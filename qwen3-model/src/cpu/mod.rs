@@ -3,18 +3,24 @@
 mod attention;
 mod elementwise;
 mod matmul;
+mod runtime_update;
 mod simd;
 
 use std::path::Path;
 
+use half::bf16;
+use lora_merge::{ActiveAdapter, DriftSubject, MergedStore, PolicyVersion, PristineSource, resolve};
 use paged_kv::{KvCache, KvDtype, KvLayout, PageCopy};
 
+use crate::adapters::module_index;
 use crate::{
-    Backend, Error, FusedMatrix, Model, Norm, Qwen3Config, Result, RopeFrequencies, StepPlan, Weights, walk,
+    AdapterReport, Backend, Error, FusedMatrix, MergeMode, Model, Norm, PristineWeights, Qwen3Config, Result,
+    RopeFrequencies, StepPlan, Weights, modules, walk,
 };
 use attention::Attention;
 use elementwise::{add, for_rows, norm_rope, rms_norm, silu_mul, widen};
 use matmul::{SplitRows, matmul};
+use runtime_update::{Columns, RuntimeUpdate};
 
 /// How a model is set up on the CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,7 +55,11 @@ impl Default for LoadOptions {
 /// not on what else is in the step, and not on how a prompt was cut into chunks.
 pub struct CpuBackend {
     config: Qwen3Config,
-    weights: Weights,
+    /// Pristine weights, and merged ones where adapters have targeted them.
+    store: MergedStore<PristineWeights>,
+    /// Adapters that are not merged, per module.
+    runtime: Vec<Option<RuntimeUpdate>>,
+    version: PolicyVersion,
     rope: RopeFrequencies,
     cache: KvCache,
     max_tokens: usize,
@@ -115,9 +125,14 @@ impl CpuBackend {
             dtype: kv_dtype,
         })?;
         let rope = config.rope.frequencies(config.head_dim);
+        let specs = modules(&config);
+        let runtime = specs.iter().map(|_| None).collect();
+        let store = MergedStore::new(specs, PristineWeights::new(weights))?;
         Ok(Self {
             config,
-            weights,
+            runtime,
+            version: store.version(),
+            store,
             rope,
             cache,
             max_tokens,
@@ -127,9 +142,19 @@ impl CpuBackend {
         })
     }
 
-    /// The weights.
+    /// The pristine weights.
     pub fn weights(&self) -> &Weights {
-        &self.weights
+        self.store.source().weights()
+    }
+
+    /// Pristine and merged weights of the modules that adapters may target.
+    pub fn store(&self) -> &MergedStore<PristineWeights> {
+        &self.store
+    }
+
+    /// The policy in force.
+    pub fn version(&self) -> PolicyVersion {
+        self.version
     }
 
     /// The cache.
@@ -219,7 +244,7 @@ impl Backend for CpuBackend {
     }
 
     fn embed(&mut self) -> Result<()> {
-        let (ids, table) = (&self.step.token_ids, &self.weights.embed_tokens);
+        let (ids, table) = (&self.step.token_ids, &self.store.source().weights().embed_tokens);
         for_rows(&mut self.buffers.residual, self.config.hidden_size, |row, to| {
             widen(to, table.row(ids[row] as usize));
         });
@@ -228,7 +253,7 @@ impl Backend for CpuBackend {
 
     fn rms_norm(&mut self, layer: usize, norm: Norm) -> Result<()> {
         let (hidden, eps) = (self.config.hidden_size, self.rms_norm_eps());
-        let weights = &self.weights.layers[layer];
+        let weights = &self.store.source().weights().layers[layer];
         let weight = match norm {
             Norm::Attention => &weights.input_norm,
             Norm::Mlp => &weights.post_attention_norm,
@@ -269,15 +294,28 @@ impl Backend for CpuBackend {
             FusedMatrix::Down => (gated, delta),
         };
         let cols = input.len() / self.step.token_ids.len();
-        split.set(input, cols);
-        let weights = &self.weights.layers[layer];
-        let part = |i: usize| {
-            matrix
-                .parts()
-                .get(i)
-                .map_or(&[][..], |&p| weights.projection(p).data())
+        let (store, runtime) = (&self.store, &self.runtime);
+        let part = |i: usize| match matrix.parts().get(i) {
+            Some(projection) => served(store, runtime, module_index(layer, *projection)),
+            None => &[],
         };
+        split.set(input, cols);
         matmul(&[part(0), part(1), part(2)], split, scratch, output);
+        let stride = output.len() / self.step.token_ids.len();
+        let mut first = 0;
+        for &projection in matrix.parts() {
+            let size = self.config.projection_shape(projection)[0];
+            let columns = Columns { stride, first, size };
+            complete(
+                store,
+                runtime,
+                module_index(layer, projection),
+                input,
+                output,
+                columns,
+            );
+            first += size;
+        }
         Ok(())
     }
 
@@ -289,7 +327,7 @@ impl Backend for CpuBackend {
             self.config.kv_size(),
             self.config.qkv_size(),
         );
-        let weights = &self.weights.layers[layer];
+        let weights = &self.store.source().weights().layers[layer];
         let Step {
             cos, sin, physical, ..
         } = &self.step;
@@ -350,10 +388,22 @@ impl Backend for CpuBackend {
         for (to, &row) in normed.chunks_exact_mut(hidden).zip(&self.step.logit_rows) {
             let place = row as usize * hidden..(row as usize + 1) * hidden;
             add(&mut residual[place.clone()], &delta[place.clone()]);
-            rms_norm(to, &residual[place], &self.weights.norm, eps);
+            rms_norm(to, &residual[place], &self.store.source().weights().norm, eps);
         }
         split.set(normed, hidden);
-        matmul(&[self.weights.lm_head.data()], split, scratch, logits);
+        let (module, size) = (self.runtime.len() - 1, self.config.vocab_size);
+        matmul(
+            &[served(&self.store, &self.runtime, module)],
+            split,
+            scratch,
+            logits,
+        );
+        let columns = Columns {
+            stride: size,
+            first: 0,
+            size,
+        };
+        complete(&self.store, &self.runtime, module, normed, logits, columns);
         Ok(())
     }
 
@@ -371,6 +421,84 @@ impl Backend for CpuBackend {
 
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<()> {
         Ok(self.cache.copy_pages(copies)?)
+    }
+
+    fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<AdapterReport> {
+        let resolved = resolve(active, self.store.specs())?;
+        let mut runtime: Vec<Option<RuntimeUpdate>> = resolved.updates().iter().map(|_| None).collect();
+        let merged = match mode {
+            MergeMode::Merged => active,
+            MergeMode::Unmerged => {
+                for (module, (slot, update)) in runtime.iter_mut().zip(resolved.updates()).enumerate() {
+                    let base = self.store.source().slice(module).unwrap_or_default();
+                    *slot = update
+                        .as_ref()
+                        .map(|update| RuntimeUpdate::new(update, base))
+                        .transpose()?;
+                }
+                &[]
+            }
+        };
+        // The last step that can fail, and it leaves the store as it was if it does.
+        let refresh = self.store.refresh(merged)?;
+        self.runtime = runtime;
+        self.version = PolicyVersion {
+            number: self.version.number + 1,
+            sha256: resolved.digest(),
+        };
+        Ok(AdapterReport {
+            version: self.version,
+            mode,
+            adapted_modules: resolved.updates().iter().flatten().count(),
+            warnings: resolved.warnings().to_vec(),
+            refresh,
+        })
+    }
+}
+
+/// The matrix that a module computes with.
+fn served<'a>(
+    store: &'a MergedStore<PristineWeights>,
+    runtime: &'a [Option<RuntimeUpdate>],
+    module: usize,
+) -> &'a [bf16] {
+    let replacement = runtime[module]
+        .as_ref()
+        .and_then(|update| update.replacement.as_deref());
+    replacement.or_else(|| store.weight(module)).unwrap_or_default()
+}
+
+/// Adds to a module's product what its matrix does not hold: biases, and adapters at run time.
+fn complete(
+    store: &MergedStore<PristineWeights>,
+    runtime: &[Option<RuntimeUpdate>],
+    module: usize,
+    input: &[f32],
+    output: &mut [f32],
+    columns: Columns,
+) {
+    if let Some(update) = &runtime[module] {
+        update.apply(input, output, columns);
+    } else if let Some(bias) = store.bias(module) {
+        let Columns { stride, first, size } = columns;
+        for_rows(output, stride, |_, row| add(&mut row[first..first + size], bias));
+    }
+}
+
+/// `verify_no_drift` over the modules that adapters may target.
+impl DriftSubject for CpuBackend {
+    type Error = Error;
+
+    fn base_digest(&mut self) -> Result<[u8; 32]> {
+        Ok(self.store.base_digest()?)
+    }
+
+    fn served_digest(&mut self) -> Result<[u8; 32]> {
+        Ok(self.store.served_digest())
+    }
+
+    fn refresh(&mut self, active: &[ActiveAdapter]) -> Result<()> {
+        self.set_adapters(active, MergeMode::Merged).map(|_| ())
     }
 }
 

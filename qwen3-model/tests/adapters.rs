@@ -1,0 +1,174 @@
+//! Adapters against PEFT: logits of every fixture, merged and at run time.
+
+mod common;
+
+use common::*;
+use lora_merge::{ActiveAdapter, Adapter, DriftOptions, verify_no_drift};
+use qwen3_model::{CpuBackend, MergeMode, Model};
+
+const NAMES: [&str; 8] = [
+    "mult-r32",
+    "qv-r8",
+    "rslora-r8",
+    "dora-r8",
+    "pattern",
+    "lorabias-r4",
+    "layers13-r4",
+    "mult-r32+qv-r8",
+];
+
+fn active(name: &str) -> Vec<ActiveAdapter> {
+    let load = |name| ActiveAdapter::new(Adapter::load(fixture("adapters").join(name)).unwrap());
+    name.split('+').map(load).collect()
+}
+
+fn load() -> Model<CpuBackend> {
+    Model::load(model_dir(), &options(40, 16)).unwrap()
+}
+
+/// Largest difference of the log-probability of the sequences' own next tokens, and of any logit.
+fn compare(model: &mut Model<CpuBackend>, name: &str) -> (f64, f32) {
+    let (mut worst, mut worst_logit) = (0.0f64, 0.0f32);
+    for (ids, golden) in golden_logits(name) {
+        let mut table = table(&options(40, 16), 1);
+        let slot = table.allocate_slot().unwrap();
+        let ours = extend(model, &mut table, &[(slot, &ids)], true);
+        let rows = ours.chunks_exact(1024).zip(golden.chunks_exact(1024));
+        for ((ours, golden), next) in rows.zip(&ids[1..]) {
+            worst = worst.max((log_prob(ours, *next) - log_prob(golden, *next)).abs());
+        }
+        worst_logit = worst_logit.max(max_difference(&ours, &golden));
+    }
+    (worst, worst_logit)
+}
+
+#[test]
+fn adapters_at_run_time_agree_with_peft() {
+    let mut model = load();
+    for name in NAMES {
+        model.set_adapters(&active(name), MergeMode::Unmerged).unwrap();
+        let (log_prob, logit) = compare(&mut model, name);
+        assert!(log_prob < 2e-4 && logit < 1e-3, "{name}: {log_prob} {logit}");
+    }
+}
+
+/// Merged weights are rounded to bf16 once more, so that improbable tokens differ visibly; tokens
+/// that the adapted model itself chose are held to 1e-2 by the greedy completions below.
+#[test]
+fn merged_adapters_are_close_to_peft() {
+    let mut model = load();
+    for name in NAMES {
+        let report = model.set_adapters(&active(name), MergeMode::Merged).unwrap();
+        assert!(report.refresh.changed_modules > 0);
+        let (log_prob, logit) = compare(&mut model, name);
+        println!("{name}: {log_prob} {logit}");
+        assert!(logit < 1.0, "{name}: {log_prob} {logit}");
+    }
+}
+
+fn greedy_agrees(mode: MergeMode, bound: f64) {
+    let mut model = load();
+    for name in NAMES {
+        model.set_adapters(&active(name), mode).unwrap();
+        let mut worst = 0.0f64;
+        for (i, golden) in greedy(name).iter().enumerate() {
+            let mut table = table(&options(40, 16), 1);
+            let slot = table.allocate_slot().unwrap();
+            let mut next = golden.prompt_ids.clone();
+            for (n, (id, expected)) in golden.completion_ids.iter().zip(&golden.logprobs).enumerate() {
+                let logits = extend(&mut model, &mut table, &[(slot, &next)], false);
+                assert_eq!(argmax(&logits), *id, "{name}, prompt {i}, token {n}");
+                worst = worst.max((log_prob(&logits, *id) - expected).abs());
+                next = vec![*id];
+            }
+        }
+        assert!(worst < bound, "{name}: {worst}");
+    }
+}
+
+#[test]
+fn greedy_completions_at_run_time_are_pefts() {
+    greedy_agrees(MergeMode::Unmerged, 2e-4);
+}
+
+#[test]
+fn greedy_completions_of_merged_adapters_are_pefts() {
+    greedy_agrees(MergeMode::Merged, 1e-2);
+}
+
+#[test]
+fn the_base_comes_back_bit_for_bit() {
+    let mut model = load();
+    let ids = &golden_logits("base")[0].0;
+    let run = |model: &mut Model<CpuBackend>| {
+        let mut table = table(&options(40, 16), 1);
+        let slot = table.allocate_slot().unwrap();
+        extend(model, &mut table, &[(slot, ids)], true)
+    };
+    let base = run(&mut model);
+    for (number, mode) in [(1, MergeMode::Merged), (3, MergeMode::Unmerged)] {
+        let version = model.set_adapters(&active("dora-r8"), mode).unwrap().version;
+        assert_eq!(version.number, number);
+        assert_ne!(run(&mut model), base);
+        model.set_adapters(&[], mode).unwrap();
+        assert_eq!(run(&mut model), base);
+    }
+}
+
+#[test]
+fn merged_storage_exists_for_targets_only_and_never_moves() {
+    let mut model = load();
+    assert_eq!(model.backend().store().memory().merged_bytes, 0);
+    assert_eq!(
+        model.backend().store().memory().pristine_bytes,
+        0,
+        "the file is mapped"
+    );
+    model.set_adapters(&active("qv-r8"), MergeMode::Merged).unwrap();
+    let memory = model.backend().store().memory();
+    assert_eq!(memory.merged_modules, 8);
+    assert_eq!(memory.merged_bytes, 4 * 2 * (1024 + 256) * 256);
+    let address = |model: &Model<CpuBackend>| {
+        let store = model.backend().store();
+        let module = store.module("model.layers.2.self_attn.v_proj").unwrap();
+        store.weight(module).unwrap().as_ptr()
+    };
+    let before = address(&model);
+    for name in ["mult-r32", "qv-r8", "dora-r8"] {
+        model.set_adapters(&active(name), MergeMode::Merged).unwrap();
+        assert_eq!(address(&model), before);
+    }
+}
+
+#[test]
+fn an_adapter_that_does_not_fit_leaves_the_previous_one_in_force() {
+    let mut model = load();
+    model
+        .set_adapters(&active("mult-r32"), MergeMode::Merged)
+        .unwrap();
+    let version = model.backend().version();
+    let good = compare(&mut model, "mult-r32");
+    let small = common::folder::Folder::new();
+    let dir = tempfile::tempdir().unwrap();
+    small.write(dir.path());
+    let mut other = Model::load(dir.path(), &options(8, 16)).unwrap();
+    for mode in [MergeMode::Merged, MergeMode::Unmerged] {
+        let error = other
+            .set_adapters(&active("mult-r32"), mode)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("layers."), "{error}");
+        let mut broken = active("mult-r32");
+        broken[0].weight = f32::NAN;
+        assert!(model.set_adapters(&broken, mode).is_err());
+        assert_eq!(model.backend().version(), version);
+        assert_eq!(compare(&mut model, "mult-r32"), good);
+    }
+}
+
+#[test]
+fn the_base_does_not_drift() {
+    let mut model = load();
+    let report = verify_no_drift(model.backend_mut(), &active("mult-r32"), &DriftOptions::default()).unwrap();
+    assert!(report.passed(), "{report:?}");
+}
