@@ -25,6 +25,8 @@ pub struct EngineBuilder {
 pub(crate) struct RunnerSettings {
     pub(crate) pool: PoolSettings,
     pub(crate) kv_dtype: Option<KvDtype>,
+    /// On a GPU, launch decode steps kernel by kernel.
+    pub(crate) eager: bool,
 }
 
 /// An engine with what there is to say about how it was built.
@@ -102,6 +104,14 @@ impl EngineBuilder {
     #[must_use]
     pub fn kv_dtype(mut self, dtype: KvDtype) -> Self {
         self.settings.kv_dtype = Some(dtype);
+        self
+    }
+
+    /// Whether decode steps on a GPU are captured as CUDA graphs; without, the same work is launched kernel by
+    /// kernel, with the same results. Default: true. Without effect on a CPU.
+    #[must_use]
+    pub fn capture_graphs(mut self, on: bool) -> Self {
+        self.settings.eager = !on;
         self
     }
 

@@ -144,7 +144,7 @@ fn open_cuda(
     let weights = Weights::open(model_dir, config)?;
     let cuda = CudaSettings {
         ordinal,
-        ..CudaSettings::default()
+        capture: !settings.eager,
     };
     let runner = CudaRunner::open(config, WeightSource::Given(&weights), &settings.pool, &cuda)?;
     Ok(Box::new(runner))

@@ -85,6 +85,10 @@ pub(super) struct GenerateArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
     pub(super) device: DeviceChoice,
 
+    /// On a GPU, launch decode steps kernel by kernel instead of replaying CUDA graphs. The results are the same.
+    #[arg(long)]
+    pub(super) no_capture_cudagraph: bool,
+
     /// Write one JSON object a line to this file, each as its completion finishes; `-` is standard output. Default:
     /// text on standard output.
     #[arg(long, value_name = "FILE.jsonl")]

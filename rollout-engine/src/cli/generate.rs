@@ -34,6 +34,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         .model(&model_dir)
         .device(args.device)
         .pool(args.pool())
+        .capture_graphs(!args.no_capture_cudagraph)
         .build_with_notice();
     progress.clear();
     let mut built = built?;
