@@ -34,14 +34,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Columns of a panel.
 const NR: usize = 16;
+/// Columns that are rounded together, row by row.
+const STRIP: usize = 256;
 /// Rows held in registers.
 const MR: usize = 6;
 /// Rows of a task: a multiple of `MR`.
 const ROWS_PER_TASK: usize = 96;
+/// Products that are added in one go; longer sums are cut, which keeps the error bound small.
+const RUN: usize = 32;
 /// Bytes of packed panels that stay in L2 while a task's rows pass.
 const PANEL_BYTES: usize = 192 * 1024;
-/// Bound on roundings of the last operations relative to their operands: four times what is needed.
+/// Bound on the roundings of g·W₀ relative to it: four times what is needed.
 const SLACK: f32 = 2.4e-7;
+/// The rounding of the last addition, at most 2⁻²⁴·|v| < 2⁻¹⁵·half, and those of the test itself: four times that.
+const HALF_SLACK: f32 = 1.0 / 8192.0;
+/// Least factor of a bound: the product of two covers results that are too small for relative bounds.
+const LEAST: f64 = 1e-20;
 
 /// What a merge found out while writing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -251,6 +259,7 @@ impl Tally {
         self.recomputed.fetch_add(recomputed, Ordering::Relaxed);
     }
 
+    /// Keeps the smallest index.
     fn not_finite(&self, index: usize) {
         self.not_finite.fetch_min(index as u64, Ordering::Relaxed);
     }
@@ -299,7 +308,7 @@ impl Panels {
                 }
             }
             for (norm, square) in norms.iter_mut().zip(squares) {
-                *norm = (square.sqrt() * 1.000_001).min(f64::from(f32::MAX)) as f32;
+                *norm = (square.sqrt() * 1.000_001).clamp(LEAST, f64::from(f32::MAX)) as f32;
             }
         };
         if total_rank > 0 {
@@ -355,62 +364,80 @@ impl Block<'_> {
         let mut bounds = vec![0f32; groups * MR];
         self.pack_left(rows, &mut left, &mut bounds);
         let n_panels = columns.div_ceil(NR);
-        let panels_per_pass = (PANEL_BYTES / (4 * NR * rank.max(1))).max(1);
+        // Panels that stay in L2 while this task's rows pass, in whole strips.
+        let strips_per_pass = (PANEL_BYTES / (4 * STRIP * rank.max(1))).max(1);
+        let panels_per_pass = strips_per_pass * STRIP / NR;
         let mut found = Found::default();
-        for first_panel in (0..n_panels).step_by(panels_per_pass) {
-            let panels = first_panel..(first_panel + panels_per_pass).min(n_panels);
+        let mut sums = [[0f32; STRIP]; MR];
+        for pass in (0..n_panels).step_by(panels_per_pass) {
+            let pass_end = (pass + panels_per_pass).min(n_panels);
             for group in 0..groups {
-                let group_rows = MR.min(rows - group * MR);
                 let left = &left[group * rank * MR..][..rank * MR];
-                for panel in panels.clone() {
-                    let right = &self.panels.values[panel * rank * NR..][..rank * NR];
-                    let mut sums = [[0f32; NR]; MR];
+                for first in (pass..pass_end).step_by(STRIP / NR) {
+                    let last = (first + STRIP / NR).min(pass_end);
+                    let right = &self.panels.values[first * rank * NR..last * rank * NR];
                     if rank > 0 {
-                        multiply::<S, NV>(simd, left, right, &mut sums);
+                        for (i, right) in right.chunks_exact(rank * NR).enumerate() {
+                            multiply::<S, NV>(simd, left, right, &mut sums, i * NR);
+                        }
                     }
-                    let norms: &[f32; NR] = self.panels.norms[panel * NR..]
-                        .first_chunk()
-                        .unwrap_or(&[0.0; NR]);
-                    let width = NR.min(columns - panel * NR);
-                    for (i, sums) in sums.iter().enumerate().take(group_rows) {
-                        let row = group * MR + i;
-                        let at = row * columns + panel * NR;
-                        let gain = self
-                            .factors
-                            .gain
-                            .as_ref()
-                            .map_or(1.0, |g| g[self.first_row + row] as f32);
-                        let line = Line {
-                            sums,
-                            norms,
-                            bound: bounds[row],
-                            gain,
-                        };
+                    let start = first * NR;
+                    let width = STRIP.min(columns - start);
+                    let norms = &self.panels.norms[start..][..width];
+                    for (row, sums) in (group * MR..rows).zip(&sums) {
+                        let at = row * columns + start;
                         let w0 = &self.w0[at..][..width];
                         let out = &mut all_out[at..][..width];
-                        let exact = |j: usize, w: u16| self.exact(row, j, w, right);
-                        if let (Some(w0), Some(out)) = (w0.first_chunk::<NR>(), out.first_chunk_mut::<NR>()) {
-                            line.finish(w0, out, exact, &mut found, (self.first_row * columns + at) as u64);
-                        } else {
-                            let (mut w, mut o) = ([bf16::ZERO; NR], [bf16::ZERO; NR]);
-                            w[..width].copy_from_slice(w0);
-                            o[..width].copy_from_slice(out);
-                            line.finish(
-                                &w,
-                                &mut o,
-                                exact,
-                                &mut found,
-                                (self.first_row * columns + at) as u64,
-                            );
-                            out.copy_from_slice(&o[..width]);
+                        let strip = Strip { w0, sums: &sums[..width], norms, bound: bounds[row] };
+                        let mut doubt = [0u8; STRIP];
+                        match self.factors.gain.as_ref().map(|g| g[self.first_row + row] as f32) {
+                            None if bounds[row] == 0.0 => strip.keep(out, &mut found),
+                            None => strip.round::<false>(1.0, out, &mut doubt, &mut found),
+                            Some(gain) => strip.round::<true>(gain, out, &mut doubt, &mut found),
                         }
+                        self.settle(row, start, &doubt, w0, right, out, &mut found);
                     }
                 }
             }
         }
         self.tally.add(found.changed, found.differs, found.recomputed);
         if let Some(index) = found.not_finite {
-            self.tally.not_finite(index as usize);
+            self.tally.not_finite(index);
+        }
+    }
+
+    /// Computes the doubtful elements of a strip again.
+    #[inline(always)]
+    fn settle(
+        &self,
+        row: usize,
+        start: usize,
+        doubt: &[u8; STRIP],
+        w0: &[bf16],
+        right: &[f32],
+        out: &mut [bf16],
+        found: &mut Found,
+    ) {
+        let rank = self.panels.total_rank;
+        for (chunk, bytes) in doubt.chunks_exact(8).enumerate() {
+            if bytes == [0; 8] {
+                continue;
+            }
+            for j in chunk * 8..(chunk * 8 + 8).min(w0.len()) {
+                if doubt[j] != 0 {
+                    let panel = &right[j / NR * rank * NR..][..rank * NR];
+                    let new = self.exact(row, j % NR, w0[j], panel);
+                    found.recomputed += 1;
+                    found.changed |= out[j].to_bits() ^ new.to_bits();
+                    found.differs |= w0[j].to_bits() ^ new.to_bits();
+                    out[j] = new;
+                    if !new.is_finite() {
+                        let (_, columns) = self.update.shape();
+                        let index = (self.first_row + row) * columns + start + j;
+                        found.not_finite = Some(found.not_finite.map_or(index, |first| first.min(index)));
+                    }
+                }
+            }
         }
     }
 
@@ -418,63 +445,79 @@ impl Block<'_> {
     #[inline(always)]
     fn pack_left(&self, rows: usize, left: &mut [f32], bounds: &mut [f32]) {
         let rank = self.panels.total_rank;
-        // Roundings of the scaled factors and of `rank` additions, each at most 2⁻²⁴ of the sum of magnitudes, which
+        // Roundings of the scaled factors and of the additions that a product passes through, each at most 2⁻²⁴ of the sum of magnitudes, which
         // the product of the two norms bounds. Products may be rounded too, where there is no fused operation.
-        let per_norm = (rank as f64 + 5.0) * 2f64.powi(-24) * 1.001;
+        let additions = rank.min(RUN) + rank.div_ceil(RUN);
+        let per_norm = (additions as f64 + 5.0) * 2f64.powi(-24) * 1.001;
         for row in 0..rows {
             let group = &mut left[row / MR * rank * MR..][..rank * MR];
             let mut k = 0;
             let mut square = 0f64;
+            let mut any = false;
             for (i, term) in self.update.terms.iter().enumerate() {
                 let scale = self.factors.scale(self.update, i, self.first_row + row);
                 for l in &term.left[(self.first_row + row) * term.r..][..term.r] {
-                    let scaled = (scale * f64::from(*l)) as f32;
+                    let scaled = scale * f64::from(*l);
+                    any |= scaled != 0.0;
+                    let scaled = scaled as f32;
                     square += f64::from(scaled) * f64::from(scaled);
                     group[k * MR + row % MR] = scaled;
                     k += 1;
                 }
             }
-            bounds[row] = (square.sqrt() * per_norm).min(f64::from(f32::MAX)) as f32;
+            // 0 says that the row has no term at all.
+            if any {
+                bounds[row] = (square.sqrt() * per_norm).clamp(LEAST, f64::from(f32::MAX)) as f32;
+            }
         }
     }
 
     /// One element in f64: products of f32 are exact there, and the order of additions is fixed.
-    #[cold]
     #[inline(never)]
-    fn exact(&self, row: usize, column: usize, w0: u16, right: &[f32]) -> u16 {
+    fn exact(&self, row: usize, column: usize, w0: bf16, right: &[f32]) -> bf16 {
         let row = self.first_row + row;
         let mut right = right.chunks_exact(NR).map(|line| f64::from(line[column]));
-        let base = f64::from(bf16::from_bits(w0).to_f32());
+        let base = f64::from(w0.to_f32());
         let mut value = self.factors.gain.as_ref().map_or(base, |g| g[row] * base);
         for (i, term) in self.update.terms.iter().enumerate() {
             let left = &term.left[row * term.r..][..term.r];
-            let sum = left
-                .iter()
-                .zip(&mut right)
-                .fold(0f64, |sum, (l, r)| sum + f64::from(*l) * r);
-            value += self.factors.scale(self.update, i, row) * sum;
+            // Four sums, since one would wait for each addition.
+            let mut sums = [0f64; 4];
+            for (k, l) in left.iter().enumerate() {
+                sums[k % 4] += f64::from(*l) * right.next().unwrap_or(0.0);
+            }
+            value += self.factors.scale(self.update, i, row) * ((sums[0] + sums[1]) + (sums[2] + sums[3]));
         }
-        bf16_from_f64(value).to_bits()
+        bf16_from_f64(value)
     }
 }
 
-/// sums += left · right for `MR` rows and one panel.
+/// sums[.., at..at + NR] = left · right for `MR` rows and one panel.
 #[inline(always)]
-fn multiply<S: Simd, const NV: usize>(simd: S, left: &[f32], right: &[f32], sums: &mut [[f32; NR]; MR]) {
+fn multiply<S: Simd, const NV: usize>(
+    simd: S,
+    left: &[f32],
+    right: &[f32],
+    sums: &mut [[f32; STRIP]; MR],
+    at: usize,
+) {
     let (right, _) = S::as_simd_f32s(right);
-    let mut acc = [[simd.splat_f32s(0.0); NV]; MR];
-    for (l, r) in left.chunks_exact(MR).zip(right.chunks_exact(NV)) {
-        for i in 0..MR {
-            let l = simd.splat_f32s(l[i]);
-            for v in 0..NV {
-                acc[i][v] = simd.mul_add_e_f32s(l, r[v], acc[i][v]);
+    let runs = left.chunks(MR * RUN).zip(right.chunks(NV * RUN));
+    for (run, (left, right)) in runs.enumerate() {
+        let mut acc = [[simd.splat_f32s(0.0); NV]; MR];
+        for (l, r) in left.chunks_exact(MR).zip(right.chunks_exact(NV)) {
+            for i in 0..MR {
+                let l = simd.splat_f32s(l[i]);
+                for v in 0..NV {
+                    acc[i][v] = simd.mul_add_e_f32s(l, r[v], acc[i][v]);
+                }
             }
         }
-    }
-    for (sums, acc) in sums.iter_mut().zip(acc) {
-        let (sums, _) = S::as_mut_simd_f32s(sums);
-        for (s, a) in sums.iter_mut().zip(acc) {
-            *s = a;
+        for (sums, acc) in sums.iter_mut().zip(acc) {
+            let (sums, _) = S::as_mut_simd_f32s(&mut sums[at..at + NR]);
+            for (s, a) in sums.iter_mut().zip(acc) {
+                *s = if run == 0 { a } else { simd.add_f32s(*s, a) };
+            }
         }
     }
 }
@@ -485,62 +528,62 @@ struct Found {
     changed: u16,
     differs: u16,
     recomputed: u64,
-    not_finite: Option<u64>,
+    not_finite: Option<usize>,
 }
 
-/// `NR` sums of one row, ready to be added to W₀ and rounded.
-struct Line<'a> {
-    sums: &'a [f32; NR],
-    norms: &'a [f32; NR],
+/// Up to `STRIP` sums of one row, ready to be added to W₀ and rounded. All slices have the same length.
+struct Strip<'a> {
+    w0: &'a [bf16],
+    sums: &'a [f32],
+    norms: &'a [f32],
     bound: f32,
-    gain: f32,
 }
 
-impl Line<'_> {
+impl Strip<'_> {
+    /// A row that no term touches.
     #[inline(always)]
-    fn finish(
-        &self,
-        w0: &[bf16; NR],
-        out: &mut [bf16; NR],
-        exact: impl Fn(usize, u16) -> u16,
-        found: &mut Found,
-        at: u64,
-    ) {
-        let mut new = [0u16; NR];
-        let mut doubt = [0u16; NR];
-        for j in 0..NR {
-            let base = self.gain * f32::from_bits(u32::from(w0[j].to_bits()) << 16);
-            let value = base + self.sums[j];
-            // The last term covers results too small for relative bounds.
-            let error = self.bound * self.norms[j] + SLACK * (value.abs() + base.abs()) + 1e-40;
-            let (low, high) = (round(value - error), round(value + error));
-            new[j] = low;
-            // A value that is not finite may be so in f32 only.
-            doubt[j] = (low ^ high) | u16::from(low & 0x7f80 == 0x7f80);
-        }
-        if doubt.iter().fold(0, |all, d| all | d) != 0 {
-            for j in 0..NR {
-                if doubt[j] != 0 {
-                    new[j] = exact(j, w0[j].to_bits());
-                    found.recomputed += 1;
-                    if new[j] & 0x7f80 == 0x7f80 {
-                        let index = at + j as u64;
-                        found.not_finite = Some(found.not_finite.map_or(index, |first| first.min(index)));
-                    }
-                }
-            }
-        }
-        for j in 0..NR {
-            found.changed |= out[j].to_bits() ^ new[j];
-            found.differs |= w0[j].to_bits() ^ new[j];
-            out[j] = bf16::from_bits(new[j]);
+    fn keep(&self, out: &mut [bf16], found: &mut Found) {
+        for (out, w0) in out.iter_mut().zip(self.w0) {
+            found.changed |= out.to_bits() ^ w0.to_bits();
+            *out = *w0;
         }
     }
-}
 
-/// Nearest bf16, ties to even, of a finite value. NaN may give anything with a full exponent or zero.
-#[inline(always)]
-fn round(value: f32) -> u16 {
-    let bits = value.to_bits();
-    (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16
+    /// Adds, rounds to nearest even, and marks what the error bound leaves open.
+    ///
+    /// With `half` half the distance between bf16 values around v, the nearest tie is `half − |v − round(v)|` away.
+    /// Below a power of two the values lie closer, so an error of `half / 2` is never accepted. Whatever is not
+    /// finite, and v = 0, fails the comparison and is computed again.
+    #[inline(always)]
+    fn round<const GAIN: bool>(&self, gain: f32, out: &mut [bf16], doubt: &mut [u8; STRIP], found: &mut Found) {
+        let n = self.w0.len().min(STRIP);
+        let (w0, sums, norms) = (&self.w0[..n], &self.sums[..n], &self.norms[..n]);
+        let (out, doubt) = (&mut out[..n], &mut doubt[..n]);
+        let (mut changed, mut differs) = (0u16, 0u16);
+        for j in 0..n {
+            let mut base = f32::from_bits(u32::from(w0[j].to_bits()) << 16);
+            let mut error = self.bound * norms[j];
+            if GAIN {
+                base *= gain;
+                error += SLACK * base.abs();
+            }
+            let value = base + sums[j];
+            let bits = value.to_bits();
+            let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) & 0xffff_0000;
+            let half = f32::from_bits(bits & 0x7f80_0000) * (1.0 / 256.0);
+            let off = (value - f32::from_bits(rounded)).abs();
+            let quarter = half * 0.5;
+            let off = if off > quarter { off } else { quarter };
+            let sure = off + error < half * (1.0 - HALF_SLACK);
+            let new = (rounded >> 16) as u16;
+            let mask = if sure { 0xffff } else { 0 };
+            changed |= (out[j].to_bits() ^ new) & mask;
+            differs |= (w0[j].to_bits() ^ new) & mask;
+            // A doubtful element keeps its former value until it is settled.
+            out[j] = bf16::from_bits((new & mask) | (out[j].to_bits() & !mask));
+            doubt[j] = !mask as u8;
+        }
+        found.changed |= changed;
+        found.differs |= differs;
+    }
 }

@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn bad_patterns_are_errors() {
-        for bad in ["(", "[", "a{2,1}", "(?P<1>a)", "*", "(?L)a"] {
+        for bad in ["(", "[", "a{2,1}", "*", "(?L)a"] {
             assert!(
                 matches!(Pattern::full("target_modules", bad), Err(Error::Pattern { .. })),
                 "{bad}"
