@@ -170,7 +170,7 @@ impl<S: PristineSource> MergedStore<S> {
     pub fn base_digest(&self) -> Result<[u8; 32]> {
         let mut sha = Sha256::new();
         let mut scratch = Vec::new();
-        for (module, name, is_bias) in self.sorted_names() {
+        for (module, name, is_bias) in self.sorted_names(|m| self.source().bias(m).is_some()) {
             sha.update(name.as_bytes());
             if is_bias {
                 sha.update(crate::tensors::little_endian(
@@ -194,7 +194,7 @@ impl<S: PristineSource> MergedStore<S> {
     /// SHA-256 in the same form over the weights and biases that are served. Panics: none.
     pub fn served_digest(&self) -> [u8; 32] {
         let mut sha = Sha256::new();
-        for (module, name, is_bias) in self.sorted_names() {
+        for (module, name, is_bias) in self.sorted_names(|m| self.bias(m).is_some()) {
             sha.update(name.as_bytes());
             if is_bias {
                 sha.update(crate::tensors::little_endian(self.bias(module).unwrap_or(&[])));
@@ -222,11 +222,11 @@ impl<S: PristineSource> MergedStore<S> {
     }
 
     /// (module, parameter name, whether it is a bias), sorted by parameter name.
-    fn sorted_names(&self) -> Vec<(usize, String, bool)> {
+    fn sorted_names(&self, has_bias: impl Fn(usize) -> bool) -> Vec<(usize, String, bool)> {
         let mut names = Vec::new();
         for (module, spec) in self.specs().iter().enumerate() {
             names.push((module, format!("{}.weight", spec.name), false));
-            if self.bias(module).is_some() {
+            if has_bias(module) {
                 names.push((module, format!("{}.bias", spec.name), true));
             }
         }

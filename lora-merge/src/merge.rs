@@ -388,7 +388,12 @@ impl Block<'_> {
                         let at = row * columns + start;
                         let w0 = &self.w0[at..][..width];
                         let out = &mut all_out[at..][..width];
-                        let strip = Strip { w0, sums: &sums[..width], norms, bound: bounds[row] };
+                        let strip = Strip {
+                            w0,
+                            sums: &sums[..width],
+                            norms,
+                            bound: bounds[row],
+                        };
                         let mut doubt = [0u8; STRIP];
                         match self.factors.gain.as_ref().map(|g| g[self.first_row + row] as f32) {
                             None if bounds[row] == 0.0 => strip.keep(out, &mut found),
@@ -555,7 +560,13 @@ impl Strip<'_> {
     /// Below a power of two the values lie closer, so an error of `half / 2` is never accepted. Whatever is not
     /// finite, and v = 0, fails the comparison and is computed again.
     #[inline(always)]
-    fn round<const GAIN: bool>(&self, gain: f32, out: &mut [bf16], doubt: &mut [u8; STRIP], found: &mut Found) {
+    fn round<const GAIN: bool>(
+        &self,
+        gain: f32,
+        out: &mut [bf16],
+        doubt: &mut [u8; STRIP],
+        found: &mut Found,
+    ) {
         let n = self.w0.len().min(STRIP);
         let (w0, sums, norms) = (&self.w0[..n], &self.sums[..n], &self.norms[..n]);
         let (out, doubt) = (&mut out[..n], &mut doubt[..n]);

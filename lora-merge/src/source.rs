@@ -151,10 +151,9 @@ impl FileWeights {
             });
         }
         let mut header = Vec::new();
-        header.extend_from_slice(&len.to_le_bytes());
         file.take(len).read_to_end(&mut header).map_err(fail)?;
-        let (_, metadata) =
-            safetensors::SafeTensors::read_metadata(&header).map_err(|e| Error::Container {
+        let metadata: safetensors::tensor::Metadata =
+            serde_json::from_slice(&header).map_err(|e| Error::Container {
                 reason: e.to_string(),
             })?;
         let offset = |spec: &ModuleSpec| {

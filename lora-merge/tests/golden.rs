@@ -34,13 +34,24 @@ fn compare(name: &str, active: &[ActiveAdapter]) -> usize {
         }
     }
     // The golden values were rounded to f32, so an exact value next to a tie may have landed on it.
-    assert!(neighbours * 1000 <= elements, "{name}: {neighbours} of {elements}");
+    assert!(
+        neighbours * 1000 <= elements,
+        "{name}: {neighbours} of {elements}"
+    );
     elements
 }
 
 #[test]
 fn each_adapter_matches_peft() {
-    for name in ["mult-r32", "qv-r8", "rslora-r8", "dora-r8", "pattern", "lorabias-r4", "layers13-r4"] {
+    for name in [
+        "mult-r32",
+        "qv-r8",
+        "rslora-r8",
+        "dora-r8",
+        "pattern",
+        "lorabias-r4",
+        "layers13-r4",
+    ] {
         assert!(compare(name, &[adapter(name)]) >= 64 * 256, "{name}");
     }
 }

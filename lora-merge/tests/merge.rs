@@ -26,7 +26,10 @@ fn check(w0: &[bf16], update: &ModuleUpdate) -> Vec<bf16> {
         // Two f64 sums in another order may fall on two sides of a tie.
         assert!(rounded(*got, *exact, 1e-8), "element {i}: {got:?} for {exact:e}");
     }
-    assert_eq!(outcome.differs_from_base, out.iter().zip(w0).any(|(a, b)| a.to_bits() != b.to_bits()));
+    assert_eq!(
+        outcome.differs_from_base,
+        out.iter().zip(w0).any(|(a, b)| a.to_bits() != b.to_bits())
+    );
     assert!(w0.is_empty() || outcome.changed, "NaN was overwritten");
     let again = merge_into(w0, update, &mut out).unwrap();
     assert!(!again.changed, "the same merge again changes nothing");
@@ -70,15 +73,25 @@ fn large_and_deep_matrices() {
 /// Sums that lie on or next to a tie: W₀ = 1, Δ = 2⁻⁸ (half the distance to the next bf16) ± a little.
 #[test]
 fn sums_on_a_tie_and_next_to_it() {
-    for wiggle in [0.0, 2f32.powi(-30), -(2f32.powi(-30)), 2f32.powi(-45), -(2f32.powi(-45))] {
+    for wiggle in [
+        0.0,
+        2f32.powi(-30),
+        -(2f32.powi(-30)),
+        2f32.powi(-45),
+        -(2f32.powi(-45)),
+    ] {
         let right: Vec<f32> = [2f32.powi(-8), wiggle].iter().flat_map(|v| [*v; 40]).collect();
-        let update = ModuleUpdate::from_terms(1, 40, vec![LowRankTerm {
-            r: 2,
-            left: vec![1.0, 1.0].into(),
-            right: right.into(),
-            scaling: 1.0,
-            magnitude: None,
-        }]);
+        let update = ModuleUpdate::from_terms(
+            1,
+            40,
+            vec![LowRankTerm {
+                r: 2,
+                left: vec![1.0, 1.0].into(),
+                right: right.into(),
+                scaling: 1.0,
+                magnitude: None,
+            }],
+        );
         let mut out = vec![bf16::ZERO; 40];
         let outcome = merge_into(&[bf16::ONE; 40], &update.unwrap(), &mut out).unwrap();
         let want = bf16_from_f64(1.0 + 2f64.powi(-8) + f64::from(wiggle));
@@ -110,27 +123,59 @@ fn a_sum_that_overflows_only_in_f32_is_right_and_a_real_overflow_is_an_error() {
     let update = |scaling: f64| {
         let left: Vec<f32> = vec![1e20, -1e20];
         let right: Vec<f32> = [vec![1e20; 20], vec![1e20; 20]].concat();
-        ModuleUpdate::from_terms(1, 20, vec![
-            LowRankTerm { r: 2, left: left.into(), right: right.into(), scaling: 1.0, magnitude: None },
-            LowRankTerm { r: 1, left: vec![1e20].into(), right: vec![1e20; 20].into(), scaling, magnitude: None },
-        ])
+        ModuleUpdate::from_terms(
+            1,
+            20,
+            vec![
+                LowRankTerm {
+                    r: 2,
+                    left: left.into(),
+                    right: right.into(),
+                    scaling: 1.0,
+                    magnitude: None,
+                },
+                LowRankTerm {
+                    r: 1,
+                    left: vec![1e20].into(),
+                    right: vec![1e20; 20].into(),
+                    scaling,
+                    magnitude: None,
+                },
+            ],
+        )
         .unwrap()
     };
     let mut out = vec![bf16::ZERO; 20];
     merge_into(&[bf16::ONE; 20], &update(1e-40), &mut out).unwrap();
     assert_eq!(out, [bf16_from_f64(2.0); 20]);
     let error = merge_into(&[bf16::ONE; 20], &update(1.0), &mut out).unwrap_err();
-    assert!(matches!(error, Error::MergedNotFinite { row: 0, column: 0, .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            Error::MergedNotFinite {
+                row: 0,
+                column: 0,
+                ..
+            }
+        ),
+        "{error}"
+    );
 }
 
 #[test]
 fn the_number_of_threads_does_not_matter() {
     let mut random = Random(11);
     let w0 = random.bf16s(500 * 300, 0.02);
-    let terms = vec![term(&mut random, 500, 300, 16, false), term(&mut random, 500, 300, 5, true)];
+    let terms = vec![
+        term(&mut random, 500, 300, 16, false),
+        term(&mut random, 500, 300, 5, true),
+    ];
     let update = ModuleUpdate::from_terms(500, 300, terms).unwrap();
     let with = |threads: usize| {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .unwrap();
         let mut out = vec![bf16::ZERO; w0.len()];
         pool.install(|| merge_into(&w0, &update, &mut out)).unwrap();
         out
@@ -146,22 +191,50 @@ fn wrong_lengths_and_zero_norms_are_errors() {
     let mut random = Random(5);
     let good = term(&mut random, 4, 6, 2, false);
     for bad in [
-        LowRankTerm { left: vec![0.0; 7].into(), ..good.clone() },
-        LowRankTerm { right: vec![0.0; 13].into(), ..good.clone() },
-        LowRankTerm { magnitude: Some(vec![1.0; 3].into()), ..good.clone() },
-        LowRankTerm { r: usize::MAX, ..good.clone() },
+        LowRankTerm {
+            left: vec![0.0; 7].into(),
+            ..good.clone()
+        },
+        LowRankTerm {
+            right: vec![0.0; 13].into(),
+            ..good.clone()
+        },
+        LowRankTerm {
+            magnitude: Some(vec![1.0; 3].into()),
+            ..good.clone()
+        },
+        LowRankTerm {
+            r: usize::MAX,
+            ..good.clone()
+        },
     ] {
-        assert!(matches!(ModuleUpdate::from_terms(4, 6, vec![bad]), Err(Error::Length { .. })));
+        assert!(matches!(
+            ModuleUpdate::from_terms(4, 6, vec![bad]),
+            Err(Error::Length { .. })
+        ));
     }
     let update = ModuleUpdate::from_terms(4, 6, vec![good.clone()]).unwrap();
     let mut out = [bf16::ZERO; 24];
-    assert!(matches!(merge_into(&[bf16::ONE; 23], &update, &mut out), Err(Error::Length { .. })));
-    assert!(matches!(merge_into(&[bf16::ONE; 24], &update, &mut out[1..]), Err(Error::Length { .. })));
-    let dora = LowRankTerm { left: vec![0.0; 8].into(), magnitude: Some(vec![1.0; 4].into()), ..good };
+    assert!(matches!(
+        merge_into(&[bf16::ONE; 23], &update, &mut out),
+        Err(Error::Length { .. })
+    ));
+    assert!(matches!(
+        merge_into(&[bf16::ONE; 24], &update, &mut out[1..]),
+        Err(Error::Length { .. })
+    ));
+    let dora = LowRankTerm {
+        left: vec![0.0; 8].into(),
+        magnitude: Some(vec![1.0; 4].into()),
+        ..good
+    };
     let update = ModuleUpdate::from_terms(4, 6, vec![dora]).unwrap();
     let mut w0 = [bf16::ONE; 24];
     w0[12..18].fill(bf16::ZERO);
-    assert!(matches!(merge_into(&w0, &update, &mut out), Err(Error::ZeroNorm { row: 2, .. })));
+    assert!(matches!(
+        merge_into(&w0, &update, &mut out),
+        Err(Error::ZeroNorm { row: 2, .. })
+    ));
 }
 
 /// PEFT's forward pass with several DoRA adapters: each norm over the unmerged weight.
@@ -182,14 +255,31 @@ fn unmerged_and_merged_agree() {
     let gain = unmerged.gain.as_ref().unwrap();
     let x = random.f32s(columns, 1.0);
     for o in 0..rows {
-        let dot = |row: &[f32]| row.iter().zip(&x).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+        let dot = |row: &[f32]| {
+            row.iter()
+                .zip(&x)
+                .map(|(a, b)| f64::from(*a) * f64::from(*b))
+                .sum::<f64>()
+        };
         let base: Vec<f32> = w0[o * columns..][..columns].iter().map(|w| w.to_f32()).collect();
         let low: f64 = (0..unmerged.rank)
-            .map(|k| f64::from(unmerged.b[o * unmerged.rank + k]) * dot(&unmerged.a[k * columns..][..columns]))
+            .map(|k| {
+                f64::from(unmerged.b[o * unmerged.rank + k]) * dot(&unmerged.a[k * columns..][..columns])
+            })
             .sum();
         let got = f64::from(gain[o]) * dot(&base) + low;
-        let want: f64 = exact[o * columns..][..columns].iter().zip(&x).map(|(w, x)| w * f64::from(*x)).sum();
+        let want: f64 = exact[o * columns..][..columns]
+            .iter()
+            .zip(&x)
+            .map(|(w, x)| w * f64::from(*x))
+            .sum();
         assert!((got - want).abs() < 1e-5 * (1.0 + want.abs()), "{got} {want}");
     }
-    assert!(matches!(update.unmerged(None), Err(Error::Module { field: "use_dora", .. })));
+    assert!(matches!(
+        update.unmerged(None),
+        Err(Error::Module {
+            field: "use_dora",
+            ..
+        })
+    ));
 }

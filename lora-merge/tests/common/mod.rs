@@ -41,10 +41,17 @@ pub(crate) fn tiny_weights(specs: &[ModuleSpec]) -> OwnedWeights {
     let bytes = std::fs::read(model_file()).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let weight = |spec: &ModuleSpec| {
-        let name = if spec.name == "lm_head" { "model.embed_tokens" } else { spec.name.as_str() };
+        let name = if spec.name == "lm_head" {
+            "model.embed_tokens"
+        } else {
+            spec.name.as_str()
+        };
         let view = file.tensor(&format!("{name}.weight")).unwrap();
         assert_eq!(view.shape(), [spec.out_features, spec.in_features]);
-        view.data().chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]])).collect::<Vec<_>>()
+        view.data()
+            .chunks_exact(2)
+            .map(|b| bf16::from_le_bytes([b[0], b[1]]))
+            .collect::<Vec<_>>()
     };
     OwnedWeights::new(specs.iter().map(weight))
 }
@@ -84,7 +91,12 @@ impl Random {
 }
 
 /// An adapter with random factors on every module of `specs` that `config` selects by suffix.
-pub(crate) fn random_adapter(config: &AdapterConfig, specs: &[ModuleSpec], targets: &[&str], seed: u64) -> Adapter {
+pub(crate) fn random_adapter(
+    config: &AdapterConfig,
+    specs: &[ModuleSpec],
+    targets: &[&str],
+    seed: u64,
+) -> Adapter {
     let mut random = Random(seed);
     let mut owned: Vec<(String, Vec<usize>, Vec<f32>)> = Vec::new();
     for spec in specs {
@@ -92,7 +104,11 @@ pub(crate) fn random_adapter(config: &AdapterConfig, specs: &[ModuleSpec], targe
             continue;
         }
         let mut add = |part: &str, shape: Vec<usize>, scale: f32, offset: f32| {
-            let values = random.f32s(shape.iter().product(), scale).iter().map(|v| v + offset).collect();
+            let values = random
+                .f32s(shape.iter().product(), scale)
+                .iter()
+                .map(|v| v + offset)
+                .collect();
             owned.push((format!("base_model.model.{}.{part}", spec.name), shape, values));
         };
         add("lora_A.weight", vec![config.r, spec.in_features], 0.5, 0.0);
@@ -106,7 +122,11 @@ pub(crate) fn random_adapter(config: &AdapterConfig, specs: &[ModuleSpec], targe
     }
     let slices: Vec<TensorSlice<'_>> = owned
         .iter()
-        .map(|(name, shape, values)| TensorSlice { name, shape, values: TensorValues::F32(values) })
+        .map(|(name, shape, values)| TensorSlice {
+            name,
+            shape,
+            values: TensorValues::F32(values),
+        })
         .collect();
     Adapter::from_tensors(config.clone(), &slices).unwrap()
 }
@@ -115,7 +135,10 @@ pub(crate) fn random_adapter(config: &AdapterConfig, specs: &[ModuleSpec], targe
 pub(crate) fn oracle(w0: &[bf16], update: &ModuleUpdate) -> Vec<f64> {
     let (rows, columns) = update.shape();
     let delta = |t: &LowRankTerm, o: usize, j: usize| -> f64 {
-        t.scaling * (0..t.r).map(|k| f64::from(t.left[o * t.r + k]) * f64::from(t.right[k * columns + j])).sum::<f64>()
+        t.scaling
+            * (0..t.r)
+                .map(|k| f64::from(t.left[o * t.r + k]) * f64::from(t.right[k * columns + j]))
+                .sum::<f64>()
     };
     let base = |o: usize, j: usize| f64::from(w0[o * columns + j].to_f32());
     let mut out = vec![0.0; rows * columns];
@@ -124,7 +147,10 @@ pub(crate) fn oracle(w0: &[bf16], update: &ModuleUpdate) -> Vec<f64> {
             .terms()
             .iter()
             .map(|t| {
-                let norm = (0..columns).map(|j| (base(o, j) + delta(t, o, j)).powi(2)).sum::<f64>().sqrt();
+                let norm = (0..columns)
+                    .map(|j| (base(o, j) + delta(t, o, j)).powi(2))
+                    .sum::<f64>()
+                    .sqrt();
                 t.magnitude.as_ref().map(|m| f64::from(m[o]) / norm)
             })
             .collect();

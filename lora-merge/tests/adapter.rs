@@ -1,0 +1,639 @@
+//! Reading adapters: what PEFT writes, and what lies.
+
+mod common;
+
+use common::{adapter, fixture, tiny_specs};
+use half::{bf16, f16};
+use lora_merge::{
+    ActiveAdapter, Adapter, AdapterConfig, Error, ModuleKind, ModuleSpec, TensorSlice, TensorValues, resolve,
+};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+
+const CONFIG: &str = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}"#;
+
+fn specs() -> Vec<ModuleSpec> {
+    vec![
+        ModuleSpec::linear("l.0.q_proj", 3, 4),
+        ModuleSpec::linear("l.0.k_proj", 3, 4),
+    ]
+}
+
+/// One tensor of the file: name, type, shape; filled with small values.
+type Entry<'a> = (&'a str, Dtype, Vec<usize>);
+
+fn file(entries: &[Entry<'_>]) -> Vec<u8> {
+    let width = |d: Dtype| if d == Dtype::F32 || d == Dtype::I32 { 4 } else { 2 };
+    let data: Vec<Vec<u8>> = entries
+        .iter()
+        .map(|(_, d, s)| vec![0x3c; s.iter().product::<usize>() * width(*d)])
+        .collect();
+    let views = entries
+        .iter()
+        .zip(&data)
+        .map(|((n, d, s), b)| (*n, TensorView::new(*d, s.clone(), b).unwrap()));
+    safetensors::serialize(views, None).unwrap()
+}
+
+const A: &str = "base_model.model.l.0.q_proj.lora_A.weight";
+const B: &str = "base_model.model.l.0.q_proj.lora_B.weight";
+
+fn good() -> Vec<Entry<'static>> {
+    vec![(A, Dtype::F32, vec![2, 4]), (B, Dtype::F32, vec![3, 2])]
+}
+
+/// Loads and resolves.
+fn attempt(config: &str, bytes: &[u8], specs: &[ModuleSpec]) -> Result<(), Error> {
+    let active = ActiveAdapter::new(Adapter::from_bytes(config, bytes)?);
+    resolve(&[active], specs).map(|_| ())
+}
+
+#[test]
+fn a_good_adapter_loads() {
+    attempt(CONFIG, &file(&good()), &specs()).unwrap();
+    let mixed = [(A, Dtype::BF16, vec![2, 4]), (B, Dtype::F16, vec![3, 2])];
+    attempt(CONFIG, &file(&mixed), &specs()).unwrap();
+}
+
+/// What is broken, the files, and what the error must say.
+#[test]
+fn hostile_adapters_are_refused_with_a_reason() {
+    let with = |extra: Entry<'static>| file(&[good(), vec![extra]].concat());
+    let only = |index: usize| file(&good()[index..=index]);
+    let patch = |from: &str, to: &str| CONFIG.replace(from, to);
+    let mut nan = file(&good());
+    let end = nan.len();
+    nan[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    let mut infinite = file(&good());
+    infinite[end - 4..].copy_from_slice(&f32::INFINITY.to_le_bytes());
+    let mut truncated = file(&good());
+    truncated.truncate(end - 5);
+    let mut long_header = file(&good());
+    long_header[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    let config = CONFIG.to_owned();
+    let good_file = file(&good());
+    let table: Vec<(&str, String, Vec<u8>, &str)> = vec![
+        ("no JSON", "{".into(), good_file.clone(), "adapter_config.json"),
+        ("a JSON list", "[]".into(), good_file.clone(), "not a JSON object"),
+        (
+            "another method",
+            patch("LORA", "IA3"),
+            good_file.clone(),
+            "`peft_type`",
+        ),
+        ("no method", "{}".into(), good_file.clone(), "`peft_type`"),
+        (
+            "rank 0",
+            patch("\"r\": 2", "\"r\": 0"),
+            good_file.clone(),
+            "`r` must be a positive integer",
+        ),
+        (
+            "negative rank",
+            patch("\"r\": 2", "\"r\": -1"),
+            good_file.clone(),
+            "`r`",
+        ),
+        (
+            "huge rank",
+            patch("\"r\": 2", "\"r\": 9000000000000000000"),
+            good_file.clone(),
+            "has shape [2, 4]",
+        ),
+        (
+            "rank as text",
+            patch("\"r\": 2", "\"r\": \"2\""),
+            good_file.clone(),
+            "`r`",
+        ),
+        (
+            "alpha as text",
+            patch("4,", "\"4\","),
+            good_file.clone(),
+            "`lora_alpha`",
+        ),
+        (
+            "alpha NaN",
+            patch("4,", "NaN,"),
+            good_file.clone(),
+            "adapter_config.json",
+        ),
+        (
+            "alpha 1e999",
+            patch("4,", "1e999,"),
+            good_file.clone(),
+            "adapter_config.json",
+        ),
+        (
+            "bad regex",
+            patch("[\"q_proj\"]", "\"(q_proj\""),
+            good_file.clone(),
+            "bad pattern",
+        ),
+        (
+            "regex in rank_pattern",
+            patch("\"r\"", "\"rank_pattern\": {\"(\": 2}, \"r\""),
+            good_file.clone(),
+            "rank_pattern",
+        ),
+        (
+            "regex that explodes",
+            patch("[\"q_proj\"]", r#""(?:(.+)+(?!x))+\\1y""#),
+            good_file.clone(),
+            "target_modules",
+        ),
+        (
+            "targets as a number",
+            patch("[\"q_proj\"]", "3"),
+            good_file.clone(),
+            "`target_modules`",
+        ),
+        (
+            "layers with a regex",
+            patch("[\"q_proj\"]", "\".*\", \"layers_to_transform\": [1]"),
+            good_file.clone(),
+            "`layers_to_transform`",
+        ),
+        (
+            "negative layer",
+            patch("[\"q_proj\"]", "[\"q_proj\"], \"layers_to_transform\": [-1]"),
+            good_file.clone(),
+            "`layers_to_transform`",
+        ),
+        (
+            "PiSSA",
+            patch("\"r\"", "\"init_lora_weights\": \"pissa\", \"r\""),
+            good_file.clone(),
+            "`init_lora_weights`",
+        ),
+        (
+            "an activated adapter",
+            patch("\"r\"", "\"alora_invocation_tokens\": [1], \"r\""),
+            good_file.clone(),
+            "`alora_invocation_tokens`",
+        ),
+        (
+            "a field from the future",
+            patch("\"r\"", "\"warp\": 9, \"r\""),
+            good_file.clone(),
+            "`warp`",
+        ),
+        (
+            "no target matches",
+            patch("q_proj", "c_attn"),
+            good_file.clone(),
+            "match none",
+        ),
+        (
+            "empty file",
+            config.clone(),
+            Vec::new(),
+            "adapter_model.safetensors",
+        ),
+        (
+            "truncated file",
+            config.clone(),
+            truncated,
+            "adapter_model.safetensors",
+        ),
+        (
+            "header beyond the file",
+            config.clone(),
+            long_header,
+            "adapter_model.safetensors",
+        ),
+        ("A missing", config.clone(), only(1), "lora_A.weight"),
+        ("B missing", config.clone(), only(0), "lora_B.weight"),
+        (
+            "A transposed",
+            config.clone(),
+            file(&[(A, Dtype::F32, vec![4, 2]), good()[1].clone()]),
+            "has shape [4, 2]",
+        ),
+        (
+            "B of another rank",
+            config.clone(),
+            file(&[good()[0].clone(), (B, Dtype::F32, vec![3, 3])]),
+            "has shape [3, 3]",
+        ),
+        (
+            "integers",
+            config.clone(),
+            file(&[(A, Dtype::I32, vec![2, 4]), good()[1].clone()]),
+            "dtype I32",
+        ),
+        ("NaN", config.clone(), nan, "holds NaN"),
+        ("infinity", config.clone(), infinite, "holds inf"),
+        (
+            "tensors of a module that is not targeted",
+            config.clone(),
+            with((
+                "base_model.model.l.0.k_proj.lora_A.weight",
+                Dtype::F32,
+                vec![2, 4],
+            )),
+            "used by nothing",
+        ),
+        (
+            "tensors of a module that does not exist",
+            config.clone(),
+            with((
+                "base_model.model.l.9.q_proj.lora_A.weight",
+                Dtype::F32,
+                vec![2, 4],
+            )),
+            "l.9.q_proj",
+        ),
+        (
+            "a magnitude without DoRA",
+            config.clone(),
+            with((
+                "base_model.model.l.0.q_proj.lora_magnitude_vector",
+                Dtype::F32,
+                vec![3],
+            )),
+            "used by nothing",
+        ),
+        (
+            "DoRA without a magnitude",
+            patch("\"r\"", "\"use_dora\": true, \"r\""),
+            good_file.clone(),
+            "lora_magnitude_vector",
+        ),
+        (
+            "a bias without lora_bias",
+            config.clone(),
+            with(("base_model.model.l.0.q_proj.lora_B.bias", Dtype::F32, vec![3])),
+            "used by nothing",
+        ),
+        (
+            "lora_bias without a bias",
+            patch("\"r\"", "\"lora_bias\": true, \"r\""),
+            good_file.clone(),
+            "lora_B.bias",
+        ),
+        (
+            "lora_bias with DoRA",
+            patch("\"r\"", "\"lora_bias\": true, \"use_dora\": true, \"r\""),
+            good_file.clone(),
+            "`lora_bias`",
+        ),
+        (
+            "modules_to_save without the tensor",
+            patch("\"r\"", "\"modules_to_save\": [\"k_proj\"], \"r\""),
+            good_file.clone(),
+            "base_model.model.l.0.k_proj.weight",
+        ),
+        (
+            "a whole module that nothing saves",
+            config.clone(),
+            with(("base_model.model.l.0.k_proj.weight", Dtype::F32, vec![3, 4])),
+            "used by nothing",
+        ),
+        (
+            "an embedding adapter",
+            config.clone(),
+            with(("base_model.model.embed.lora_embedding_A", Dtype::F32, vec![2, 4])),
+            "lora_embedding_A",
+        ),
+        (
+            "a stray name",
+            config.clone(),
+            with(("optimizer.state", Dtype::F32, vec![1])),
+            "optimizer.state",
+        ),
+        (
+            "an adapter's name left in a tensor's name",
+            config.clone(),
+            with((
+                "base_model.model.l.0.k_proj.lora_A.default.weight",
+                Dtype::F32,
+                vec![2, 4],
+            )),
+            "lora_A.default.weight",
+        ),
+        (
+            "the same tensor under two names",
+            config,
+            with(("l.0.q_proj.lora_A.weight", Dtype::F32, vec![2, 4])),
+            "given twice",
+        ),
+    ];
+    assert!(table.len() >= 15);
+    for (what, config, bytes, says) in table {
+        match attempt(&config, &bytes, &specs()) {
+            Ok(()) => panic!("{what}: accepted"),
+            Err(error) => assert!(error.to_string().contains(says), "{what}: {error}"),
+        }
+    }
+}
+
+#[test]
+fn folders_that_are_no_adapters() {
+    let folder = tempfile::tempdir().unwrap();
+    let load = || Adapter::load(folder.path()).unwrap_err();
+    assert!(matches!(
+        load(),
+        Error::NotAnAdapterFolder {
+            missing: "adapter_config.json",
+            ..
+        }
+    ));
+    std::fs::write(folder.path().join("adapter_config.json"), CONFIG).unwrap();
+    assert!(matches!(
+        load(),
+        Error::NotAnAdapterFolder {
+            missing: "adapter_model.safetensors",
+            ..
+        }
+    ));
+    std::fs::write(folder.path().join("adapter_model.bin"), b"\x80\x02").unwrap();
+    let error = load();
+    assert!(matches!(error, Error::PickleRefused { .. }));
+    assert!(
+        error.to_string().contains("safe_serialization=True"),
+        "says what to do: {error}"
+    );
+    std::fs::write(folder.path().join("adapter_model.safetensors"), file(&good())).unwrap();
+    assert_eq!(Adapter::load(folder.path()).unwrap().n_tensors(), 2);
+}
+
+#[test]
+fn folder_bytes_and_slices_are_the_same_adapter() {
+    let folder = fixture("adapters/mult-r32");
+    let config = std::fs::read_to_string(folder.join("adapter_config.json")).unwrap();
+    let bytes = std::fs::read(folder.join("adapter_model.safetensors")).unwrap();
+    let loaded = Adapter::load(&folder).unwrap();
+    assert_eq!(
+        loaded.digest(),
+        Adapter::from_bytes(&config, &bytes).unwrap().digest()
+    );
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let views = file.tensors();
+    let values: Vec<Vec<bf16>> = views
+        .iter()
+        .map(|(_, v)| {
+            v.data()
+                .chunks_exact(2)
+                .map(|b| bf16::from_le_bytes([b[0], b[1]]))
+                .collect()
+        })
+        .collect();
+    let slices: Vec<TensorSlice<'_>> = views
+        .iter()
+        .zip(&values)
+        .map(|((name, view), v)| TensorSlice {
+            name,
+            shape: view.shape(),
+            values: TensorValues::Bf16(v),
+        })
+        .collect();
+    let config = AdapterConfig::from_json(&config).unwrap();
+    assert_eq!(
+        loaded.digest(),
+        Adapter::from_tensors(config, &slices).unwrap().digest()
+    );
+}
+
+#[test]
+fn f32_f16_and_bf16_give_the_same_terms_where_the_values_fit() {
+    let (a, b) = (
+        [0.5f32, -1.0, 2.0, 0.25, 1.5, -0.5, 4.0, 0.0],
+        [1.0f32, -2.0, 0.5, 0.125, 3.0, -0.75],
+    );
+    let half_a: Vec<f16> = a.iter().map(|v| f16::from_f32(*v)).collect();
+    let brain_b: Vec<bf16> = b.iter().map(|v| bf16::from_f32(*v)).collect();
+    let load = |a: TensorValues<'_>, b: TensorValues<'_>| {
+        let config = AdapterConfig::new(2, 4.0, ["q_proj"]);
+        let slices = [
+            TensorSlice {
+                name: A,
+                shape: &[2, 4],
+                values: a,
+            },
+            TensorSlice {
+                name: B,
+                shape: &[3, 2],
+                values: b,
+            },
+        ];
+        let active = ActiveAdapter::new(Adapter::from_tensors(config, &slices).unwrap());
+        resolve(&[active], &specs()).unwrap()
+    };
+    let full = load(TensorValues::F32(&a), TensorValues::F32(&b));
+    let small = load(TensorValues::F16(&half_a), TensorValues::Bf16(&brain_b));
+    let term = |r: &lora_merge::Resolved| r.updates()[0].as_ref().unwrap().terms()[0].clone();
+    assert_eq!(term(&full).left, term(&small).left);
+    assert_eq!(term(&full).right, term(&small).right);
+    assert_eq!(term(&full).scaling, 2.0);
+    assert!(full.updates()[1].is_none());
+    // A slice that does not fill its shape.
+    let slices = [TensorSlice {
+        name: A,
+        shape: &[2, 5],
+        values: TensorValues::F32(&a),
+    }];
+    let result = Adapter::from_tensors(AdapterConfig::new(2, 4.0, ["q_proj"]), &slices);
+    assert!(matches!(result, Err(Error::TensorBytes { .. })));
+}
+
+#[test]
+fn every_fixture_resolves_and_uses_all_of_its_tensors() {
+    let count = |name: &str| {
+        let resolved = resolve(&[adapter(name)], &tiny_specs()).unwrap();
+        resolved.updates().iter().flatten().count()
+    };
+    let names = [
+        "mult-r32",
+        "qv-r8",
+        "rslora-r8",
+        "dora-r8",
+        "pattern",
+        "lorabias-r4",
+        "layers13-r4",
+    ];
+    assert_eq!(names.map(count), [28, 8, 28, 28, 9, 8, 14]);
+}
+
+#[test]
+fn rank_pattern_and_alpha_pattern_of_the_fixture() {
+    let resolved = resolve(&[adapter("pattern")], &tiny_specs()).unwrap();
+    let term = |name: &str| {
+        let module = tiny_specs().iter().position(|s| s.name == name).unwrap();
+        resolved.updates()[module]
+            .as_ref()
+            .map(|u| (u.terms()[0].r, u.terms()[0].scaling))
+    };
+    assert_eq!(term("model.layers.0.self_attn.q_proj"), Some((8, 1.0)));
+    assert_eq!(term("model.layers.0.self_attn.o_proj"), Some((4, 2.0)));
+    assert_eq!(term("model.layers.1.mlp.down_proj"), Some((8, 4.0)));
+    assert_eq!(term("model.layers.3.self_attn.q_proj"), None);
+}
+
+#[test]
+fn a_saved_module_replaces_the_base_and_is_never_ignored() {
+    let config = CONFIG.replace("\"r\"", "\"modules_to_save\": [\"k_proj\"], \"r\"");
+    let saved = ("base_model.model.l.0.k_proj.weight", Dtype::F32, vec![3, 4]);
+    let bytes = file(&[good(), vec![saved]].concat());
+    let load = || ActiveAdapter::new(Adapter::from_bytes(&config, &bytes).unwrap());
+    let resolved = resolve(&[load()], &specs()).unwrap();
+    assert_eq!(
+        resolved.updates()[1]
+            .as_ref()
+            .unwrap()
+            .replacement()
+            .unwrap()
+            .len(),
+        12
+    );
+    let mut store = lora_merge::MergedStore::new(
+        specs(),
+        lora_merge::OwnedWeights::new([vec![bf16::ONE; 12], vec![bf16::ONE; 12]]),
+    )
+    .unwrap();
+    store.refresh(&[load()]).unwrap();
+    let value = bf16::from_f32(f32::from_le_bytes([0x3c; 4]));
+    assert_eq!(store.weight(1).unwrap(), [value; 12]);
+    let half = ActiveAdapter {
+        weight: 0.5,
+        ..load()
+    };
+    assert!(matches!(
+        resolve(&[half], &specs()),
+        Err(Error::AdapterWeight { .. })
+    ));
+    assert!(matches!(
+        resolve(&[load(), load()], &specs()),
+        Err(Error::ReplacedTwice { tensor: "weight", .. })
+    ));
+    let k = CONFIG.replace("q_proj", "k_proj");
+    let entries = good()
+        .into_iter()
+        .map(|(n, d, s)| (n.replace("q_proj", "k_proj"), d, s))
+        .collect::<Vec<_>>();
+    let entries: Vec<Entry<'_>> = entries
+        .iter()
+        .map(|(n, d, s)| (n.as_str(), *d, s.clone()))
+        .collect();
+    let other = ActiveAdapter::new(Adapter::from_bytes(&k, &file(&entries)).unwrap());
+    assert!(matches!(
+        resolve(&[load(), other], &specs()),
+        Err(Error::Module {
+            field: "modules_to_save",
+            ..
+        })
+    ));
+}
+
+#[test]
+fn base_biases_that_were_trained_are_replaced() {
+    let config = CONFIG.replace("\"r\"", "\"bias\": \"all\", \"r\"");
+    let bias = ("base_model.model.l.0.k_proj.bias", Dtype::F32, vec![3]);
+    let bytes = file(&[good(), vec![bias]].concat());
+    let specs = vec![
+        ModuleSpec::linear("l.0.q_proj", 3, 4),
+        ModuleSpec::linear("l.0.k_proj", 3, 4).with_bias(),
+    ];
+    let active = ActiveAdapter::new(Adapter::from_bytes(&config, &bytes).unwrap());
+    let resolved = resolve(&[active], &specs).unwrap();
+    let value = f32::from_le_bytes([0x3c; 4]);
+    let merged = resolved.updates()[1]
+        .as_ref()
+        .unwrap()
+        .bias(Some(&[9.0; 3]))
+        .unwrap()
+        .unwrap();
+    assert_eq!(merged, [value; 3]);
+    let none = Adapter::from_bytes(CONFIG, &bytes).unwrap();
+    assert!(matches!(
+        resolve(&[ActiveAdapter::new(none)], &specs),
+        Err(Error::UnusedTensors { .. })
+    ));
+}
+
+#[test]
+fn fan_in_fan_out_follows_the_kind_of_the_module() {
+    let load = |config: &str| ActiveAdapter::new(Adapter::from_bytes(config, &file(&good())).unwrap());
+    let set = CONFIG.replace("\"r\"", "\"fan_in_fan_out\": true, \"r\"");
+    // PEFT turns the flag off for nn.Linear, with a warning.
+    let resolved = resolve(&[load(&set)], &specs()).unwrap();
+    assert_eq!(resolved.warnings().len(), 1);
+    assert_eq!(resolved.updates()[0].as_ref().unwrap().shape(), (3, 4));
+    let stored = vec![ModuleSpec::new("l.0.q_proj", 3, 4, ModuleKind::Conv1d)];
+    let distinct = |n: usize| (0..n).map(|i| i as f32 + 1.0).collect::<Vec<f32>>();
+    let (a, b) = (distinct(8), distinct(6));
+    let slices = [
+        TensorSlice {
+            name: A,
+            shape: &[2, 4],
+            values: TensorValues::F32(&a),
+        },
+        TensorSlice {
+            name: B,
+            shape: &[3, 2],
+            values: TensorValues::F32(&b),
+        },
+    ];
+    let config = AdapterConfig::new(2, 2.0, ["q_proj"]);
+    let active = ActiveAdapter::new(Adapter::from_tensors(config, &slices).unwrap());
+    let resolved = resolve(&[active], &stored).unwrap();
+    let update = resolved.updates()[0].as_ref().unwrap();
+    assert_eq!(update.shape(), (4, 3));
+    let mut out = [bf16::ZERO; 12];
+    lora_merge::merge_into(&[bf16::ZERO; 12], update, &mut out).unwrap();
+    for i in 0..4 {
+        for o in 0..3 {
+            let want: f32 = (0..2).map(|k| b[o * 2 + k] * a[k * 4 + i]).sum();
+            assert_eq!(out[i * 3 + o], bf16::from_f32(want));
+        }
+    }
+    let dora = CONFIG.replace("\"r\"", "\"use_dora\": true, \"r\"");
+    let magnitude = (
+        "base_model.model.l.0.q_proj.lora_magnitude_vector",
+        Dtype::F32,
+        vec![3],
+    );
+    let bytes = file(&[good(), vec![magnitude]].concat());
+    let active = ActiveAdapter::new(Adapter::from_bytes(&dora, &bytes).unwrap());
+    assert!(matches!(
+        resolve(&[active], &stored),
+        Err(Error::Module {
+            field: "use_dora",
+            ..
+        })
+    ));
+}
+
+#[test]
+fn weights_of_adapters_must_be_finite() {
+    for weight in [f32::NAN, f32::INFINITY] {
+        let active = ActiveAdapter {
+            weight,
+            ..adapter("qv-r8")
+        };
+        assert!(matches!(
+            resolve(&[active], &tiny_specs()),
+            Err(Error::AdapterWeight { .. })
+        ));
+    }
+}
+
+#[test]
+fn the_order_of_adapters_changes_nothing() {
+    let names = ["mult-r32", "dora-r8", "qv-r8"];
+    let forward = resolve(&names.map(adapter), &tiny_specs()).unwrap();
+    let mut names = names;
+    names.reverse();
+    let backward = resolve(&names.map(adapter), &tiny_specs()).unwrap();
+    assert_eq!(forward.digest(), backward.digest());
+    for (a, b) in forward
+        .updates()
+        .iter()
+        .flatten()
+        .zip(backward.updates().iter().flatten())
+    {
+        let scalings =
+            |u: &lora_merge::ModuleUpdate| u.terms().iter().map(|t| (t.r, t.scaling)).collect::<Vec<_>>();
+        assert_eq!(scalings(a), scalings(b));
+    }
+}
