@@ -172,9 +172,15 @@ fn int(what: &'static str, value: usize) -> Result<i32, CudaError> {
     })
 }
 
-/// Slices must be of the kernel's device; the stream is checked by the launch.
-fn here<T: Pod>(kernel: &Kernel, what: &'static str, slice: DeviceSlice<'_, T>) -> Result<(), CudaError> {
+/// Slices must be of the kernel's device; the stream is checked by the launch. A graph being captured keeps their memory.
+fn here<T: Pod>(
+    kernel: &Kernel,
+    stream: &Stream,
+    what: &'static str,
+    slice: DeviceSlice<'_, T>,
+) -> Result<(), CudaError> {
     if slice.device() == kernel.device() {
+        stream.keep_memory(slice);
         Ok(())
     } else {
         Err(cuda_graphs::Error::WrongDevice { what }.into())
@@ -183,13 +189,14 @@ fn here<T: Pod>(kernel: &Kernel, what: &'static str, slice: DeviceSlice<'_, T>) 
 
 fn check_cache(
     kernel: &Kernel,
+    stream: &Stream,
     shape: &AttentionShape,
     k: DeviceSlice<'_, bf16>,
     v: DeviceSlice<'_, bf16>,
 ) -> Result<(), CudaError> {
     shape.check()?;
     for (what, slice) in [("keys", k), ("values", v)] {
-        here(kernel, what, slice)?;
+        here(kernel, stream, what, slice)?;
         equal(what, shape.cache_len(), slice.len())?;
         aligned(what, slice, 16)?;
     }
@@ -198,11 +205,12 @@ fn check_cache(
 
 fn paging(
     kernel: &Kernel,
+    stream: &Stream,
     shape: &AttentionShape,
     table: DeviceSlice<'_, i32>,
     of: TableShape,
 ) -> Result<Paging, CudaError> {
-    here(kernel, "page table", table)?;
+    here(kernel, stream, "page table", table)?;
     equal("page table", of.n_slots.saturating_mul(of.max_pages), table.len())?;
     Ok(Paging {
         table: table.ptr(),
@@ -259,7 +267,7 @@ pub(crate) fn decode_plan(kernel: &Kernel, stream: &Stream, plan: &Plan<'_>) -> 
         ("items", plan.items),
         ("item count", plan.n_items),
     ] {
-        here(kernel, what, slice)?;
+        here(kernel, stream, what, slice)?;
     }
     equal("lengths", rows, plan.lengths.len())?;
     equal("item count", 1, plan.n_items.len())?;
@@ -340,15 +348,15 @@ pub(crate) fn decode_attention(
     of: &Decode<'_>,
 ) -> Result<(), CudaError> {
     let shape = &of.shape;
-    check_cache(kernel, shape, of.k, of.v)?;
+    check_cache(kernel, stream, shape, of.k, of.v)?;
     let row = shape.heads * shape.head_dim;
     for (what, slice) in [("q", of.q), ("out", of.out)] {
-        here(kernel, what, slice)?;
+        here(kernel, stream, what, slice)?;
     }
     check_rows("q", of.q, of.rows, row, of.q_row_stride)?;
     check_rows("out", of.out, of.rows, row, row)?;
     if let Some(lse) = of.lse {
-        here(kernel, "lse", lse)?;
+        here(kernel, stream, "lse", lse)?;
         at_least("lse", of.rows * shape.heads, lse.len())?;
     }
     let parts = (of.rows * shape.heads).saturating_mul(of.max_splits);
@@ -372,7 +380,7 @@ pub(crate) fn decode_attention(
         partial: of.partial.ptr(),
         partial_sums: of.partial_sums.ptr(),
         arrived: of.arrived.ptr(),
-        paging: paging(kernel, shape, of.page_table, of.table)?,
+        paging: paging(kernel, stream, shape, of.page_table, of.table)?,
         q_row_stride: of.q_row_stride as i64,
         rows: int("rows", of.rows)?,
         heads: shape.heads as i32,
@@ -413,16 +421,16 @@ pub(crate) struct Prefill<'a> {
 /// Attends for every tile of the list.
 pub(crate) fn prefill_attention(kernel: &Kernel, stream: &Stream, of: &Prefill<'_>) -> Result<(), CudaError> {
     let shape = &of.shape;
-    check_cache(kernel, shape, of.k, of.v)?;
+    check_cache(kernel, stream, shape, of.k, of.v)?;
     let row = shape.heads * shape.head_dim;
     for (what, slice) in [("q", of.q), ("out", of.out)] {
-        here(kernel, what, slice)?;
+        here(kernel, stream, what, slice)?;
     }
-    here(kernel, "tiles", of.tiles)?;
+    here(kernel, stream, "tiles", of.tiles)?;
     check_rows("q", of.q, of.tokens, row, of.q_token_stride)?;
     check_rows("out", of.out, of.tokens, row, row)?;
     if let Some(lse) = of.lse {
-        here(kernel, "lse", lse)?;
+        here(kernel, stream, "lse", lse)?;
         at_least("lse", of.tokens * shape.heads, lse.len())?;
     }
     if of.tiles.is_empty() {
@@ -435,7 +443,7 @@ pub(crate) fn prefill_attention(kernel: &Kernel, stream: &Stream, of: &Prefill<'
         out: of.out.ptr(),
         lse: of.lse.map_or(0, |lse| lse.ptr()),
         tiles: of.tiles.ptr(),
-        paging: paging(kernel, shape, of.page_table, of.table)?,
+        paging: paging(kernel, stream, shape, of.page_table, of.table)?,
         q_token_stride: of.q_token_stride as i64,
         out_token_stride: row as i64,
         heads: shape.heads as i32,
@@ -488,7 +496,7 @@ pub(crate) struct Flex<'a> {
 /// Attends for every list of a block mask.
 pub(crate) fn flex_attention(kernel: &Kernel, stream: &Stream, of: &Flex<'_>) -> Result<(), CudaError> {
     let shape = &of.shape;
-    check_cache(kernel, shape, of.k, of.v)?;
+    check_cache(kernel, stream, shape, of.k, of.v)?;
     let batch = of.spans.len();
     equal(
         "block lists",
@@ -509,7 +517,7 @@ pub(crate) fn flex_attention(kernel: &Kernel, stream: &Stream, of: &Flex<'_>) ->
         })
     };
     for (what, slice) in [("q", of.q), ("out", of.out)] {
-        here(kernel, what, slice)?;
+        here(kernel, stream, what, slice)?;
         aligned(what, slice, 16)?;
         if of.q_strides.iter().any(|stride| !stride.is_multiple_of(8)) {
             return Err(CudaError::Misaligned { what, bytes: 16 });
@@ -517,10 +525,12 @@ pub(crate) fn flex_attention(kernel: &Kernel, stream: &Stream, of: &Flex<'_>) ->
         at_least(what, reach(of.q_strides, shape.head_dim), slice.len())?;
     }
     if let Some(lse) = of.lse {
-        here(kernel, "lse", lse)?;
+        here(kernel, stream, "lse", lse)?;
         at_least("lse", reach(of.lse_strides, 1), lse.len())?;
     }
-    here(kernel, "block lists", of.lists)?;
+    here(kernel, stream, "block lists", of.lists)?;
+    here(kernel, stream, "block entries", of.entries)?;
+    here(kernel, stream, "query spans", of.spans)?;
     aligned("block entries", of.entries, 8)?;
     if batch > MAX_GRID_YZ {
         return Err(CudaError::TooMany {

@@ -16,7 +16,7 @@
 //! What may surprise: a key that a *function* hides is read all the same, and its weight is 0; if its value is NaN or
 //! infinite, so is the output. (Lengths and page tables hide without reading.)
 //!
-//! A captured graph does not own the slices that are given to `run`: they must live as long as the graph.
+//! A graph that captures a run keeps the memory of everything the run was given.
 
 mod decode;
 mod error;
