@@ -3,6 +3,7 @@
 mod plan;
 mod simd;
 mod tile;
+mod touch;
 
 use paged_kv::{KvSlice, KvView};
 

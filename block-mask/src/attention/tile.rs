@@ -19,6 +19,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::plan::Problem;
 use super::simd::{LANES, accumulate, dots, exp, exponentials, largest};
+use super::touch::{self, AHEAD, FEW_ROWS};
 use crate::expr::Axis;
 use crate::mask::Space;
 
@@ -111,13 +112,24 @@ impl<Sp: Space> WithSimd for Run<'_, '_, Sp> {
         let kv_len = problem.mask.kv_len(tile.mask_b);
         let mask_head = if shape.heads > 1 { tile.head } else { 0 };
 
-        for visited in problem.mask.blocks(tile.mask_b, mask_head, tile.r) {
+        let source = problem.source;
+        let base = tile.b * source.batch_stride + tile.kv_head * source.head_stride;
+        let blocks = || problem.mask.blocks(tile.mask_b, mask_head, tile.r);
+        for (met, visited) in blocks().enumerate() {
+            if n <= FEW_ROWS && met % AHEAD == 0 {
+                for next in blocks().skip(met).take(AHEAD) {
+                    touch::memory_pages(source.k, base + next.index * block * dim, block * dim);
+                    touch::memory_pages(source.v, base + next.index * block * dim, block * dim);
+                }
+            }
             let first = visited.logical * block;
             let count = block.min(kv_len.saturating_sub(first));
             scratch.allowed(problem, &tile, visited.full, first, count);
-            let start = tile.b * problem.source.batch_stride
-                + tile.kv_head * problem.source.head_stride
-                + visited.index * block * dim;
+            let start = base + visited.index * block * dim;
+            if n <= FEW_ROWS {
+                touch::lines(source.k, start, count * dim);
+                touch::lines(source.v, start, count * dim);
+            }
             let Scratch {
                 q,
                 acc,
@@ -129,8 +141,8 @@ impl<Sp: Space> WithSimd for Run<'_, '_, Sp> {
                 k,
                 v,
             } = &mut *scratch;
-            let k = widen(problem.source.k, start, count * dim, k);
-            let v = widen(problem.source.v, start, count * dim, v);
+            let k = widen(source.k, start, count * dim, k);
+            let v = widen(source.v, start, count * dim, v);
 
             for from in (0..count).step_by(KEYS_AT_ONCE) {
                 let to = count.min(from + KEYS_AT_ONCE);
