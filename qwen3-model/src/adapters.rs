@@ -79,11 +79,9 @@ impl PristineSource for PristineWeights {
 
     /// Mapped files and a tied head take no memory of their own.
     fn resident_bytes(&self, module: usize) -> usize {
-        let n_projections = self.0.layers.len() * Projection::ALL.len();
+        let tied_head = module == self.0.layers.len() * Projection::ALL.len() && self.0.is_tied();
         match self.0.module(module) {
-            Some(matrix) if !matrix.is_mapped() && !(module == n_projections && self.0.is_tied()) => {
-                size_of_val(matrix.data())
-            }
+            Some(matrix) if !matrix.is_mapped() && !tied_head => size_of_val(matrix.data()),
             _ => 0,
         }
     }

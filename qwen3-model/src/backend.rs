@@ -58,8 +58,8 @@ pub trait Backend {
     /// wanted rows. The only operation that reads host data.
     ///
     /// # Errors
-    /// [`Error::StepTooLarge`](crate::Error::StepTooLarge),
-    /// [`Error::CacheShape`](crate::Error::CacheShape), errors of the device.
+    /// [`Error::StepTooLarge`],
+    /// [`Error::CacheShape`], errors of the device.
     fn prepare(&mut self, plan: &StepPlan<'_>) -> Result<()>;
 
     /// `residual = embedding[token_ids]`.
@@ -113,7 +113,7 @@ pub trait Backend {
     /// the caller's to decide.
     ///
     /// # Errors
-    /// [`Error::Adapter`](crate::Error::Adapter), and [`Error::AdapterMode`](crate::Error::AdapterMode)
+    /// [`Error::Adapter`], and [`Error::AdapterMode`]
     /// where the backend has no such mode, as in this default. After an error the previous
     /// adapters are fully in force.
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<AdapterReport> {

@@ -52,8 +52,7 @@ fn adapters_at_run_time_agree_with_peft() {
     }
 }
 
-/// Merged weights are rounded to bf16 once more, so that improbable tokens differ visibly; tokens
-/// that the adapted model itself chose are held to 1e-2 by the greedy completions below.
+/// Merged weights are rounded to bf16 once more; PEFT's values here are not.
 #[test]
 fn merged_adapters_are_close_to_peft() {
     let mut model = load();
@@ -61,8 +60,7 @@ fn merged_adapters_are_close_to_peft() {
         let report = model.set_adapters(&active(name), MergeMode::Merged).unwrap();
         assert!(report.refresh.changed_modules > 0);
         let (log_prob, logit) = compare(&mut model, name);
-        println!("{name}: {log_prob} {logit}");
-        assert!(logit < 1.0, "{name}: {log_prob} {logit}");
+        assert!(log_prob < 1e-2 && logit < 0.1, "{name}: {log_prob} {logit}");
     }
 }
 
