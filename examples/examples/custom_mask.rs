@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let len = 160;
     let mask = BlockMask::from_fn(MaskShape::new(1, 1, len, len).with_blocks(16, 16), mask_mod.clone())?;
-    println!("{} of 100 blocks are visited ({} % sparse):", mask.n_blocks(), mask.sparsity());
+    println!("{} of 100 blocks are visited ({:.0} % sparse):", mask.n_blocks(), mask.sparsity());
     for row in mask.block_states().chunks(mask.shape().kv_blocks()) {
         let symbol = |state: &BlockState| match state {
             BlockState::Empty => " ·",
