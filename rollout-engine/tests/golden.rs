@@ -109,17 +109,21 @@ fn with_so_few_pages_that_sequences_are_preempted_again_and_again() {
     let cases = golden();
     let in_order: Vec<_> = cases.iter().collect();
     let longest = cases.iter().map(tokens).max().expect("there are cases");
+    // The longest completions, each three times: all of them outgrow the pages they start with.
+    let mut long: Vec<_> = (0..3).flat_map(|_| &cases).collect();
+    long.sort_by_key(|case| std::cmp::Reverse(tokens(case)));
+    long.truncate(36);
+    let mut preemptions = 0;
     for page_size in [16, 64, 128] {
-        // The longest sequence and one page more, so that it is preempted and preempts.
-        let n_pages = 2 + longest.div_ceil(page_size) + 1;
-        for (batch_size, order) in [(5, &in_order), (48, &shuffled(&cases))] {
-            let preemptions = check(order, page_size, batch_size, n_pages);
-            assert!(
-                preemptions > 10,
-                "page size {page_size}, batch {batch_size}: {preemptions} preemptions"
-            );
-        }
+        // Page 0, the longest sequence, and a few pages that others start in.
+        let n_pages = 1 + longest.div_ceil(page_size) + 4;
+        preemptions += check(&in_order, page_size, 5, n_pages);
+        preemptions += check(&shuffled(&cases), page_size, 48, n_pages);
+        let of_long = check(&long, page_size, 36, n_pages);
+        assert!(of_long > 0, "page size {page_size}: no preemption");
+        preemptions += of_long;
     }
+    assert!(preemptions > 30, "only {preemptions} preemptions");
 }
 
 #[test]
