@@ -85,7 +85,7 @@ impl PoolSettings {
         let wanted = max_batch_size
             .saturating_mul(pages_per_sequence)
             .saturating_add(1);
-        let n_pages = self.n_pages(wanted, page_size, limits)?;
+        let n_pages = self.choose_n_pages(wanted, page_size, limits)?;
         Ok(RunnerShape {
             vocab_size: config.vocab_size,
             max_seq_length,
@@ -97,7 +97,7 @@ impl PoolSettings {
         })
     }
 
-    fn n_pages(&self, wanted: usize, page_size: usize, limits: &PoolLimits) -> Result<usize, Error> {
+    fn choose_n_pages(&self, wanted: usize, page_size: usize, limits: &PoolLimits) -> Result<usize, Error> {
         let bytes_per_page = limits.bytes_per_token.max(1).saturating_mul(page_size as u64);
         let available = limits.available_bytes.unwrap_or(MEMORY_FALLBACK);
         let affordable = |bytes: u64| usize::try_from(bytes / bytes_per_page).unwrap_or(usize::MAX);
