@@ -28,6 +28,8 @@ const BLOCK_BYTES: usize = 128 << 10;
 /// Block sizes are multiples of this, which all tile heights divide: no block but the last ends in
 /// single rows.
 const ROW_QUANTUM: usize = 24;
+/// From this many tokens on a block is used often enough to be fetched beforehand.
+const FETCH_TOKENS: usize = 8;
 /// Output elements computed before they are put in place: bounds the scratch memory of a product
 /// with many tokens and a vocabulary of rows.
 const SLAB_ELEMENTS: usize = 1 << 20;
@@ -138,6 +140,17 @@ fn multiply_block(matrices: &[&[bf16]], x: &SplitRows, first: usize, out: &mut [
     }
 }
 
+/// Brings a block into the cache: its rows are too short for the processor to foresee the next one.
+#[inline(always)]
+fn fetch(weights: &[u16]) {
+    const LINE: usize = 64 / size_of::<u16>();
+    let mut all = 0;
+    for word in weights.iter().step_by(LINE) {
+        all |= word;
+    }
+    std::hint::black_box(all);
+}
+
 /// All tokens times the rows of `weights`, into columns `column..` of `out` `[tokens, stride]`.
 struct Block<'a> {
     weights: &'a [u16],
@@ -159,6 +172,9 @@ impl WithSimd for Block<'_> {
             stride,
             column,
         } = self;
+        if x.n_rows() >= FETCH_TOKENS {
+            fetch(weights);
+        }
         let mut band = Band {
             weights,
             x,
