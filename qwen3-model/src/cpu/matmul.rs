@@ -28,8 +28,6 @@ const BLOCK_BYTES: usize = 128 << 10;
 /// Block sizes are multiples of this, which all tile heights divide: no block but the last ends in
 /// single rows.
 const ROW_QUANTUM: usize = 24;
-/// From this many tokens on a block is used often enough to be fetched beforehand.
-const FETCH_TOKENS: usize = 8;
 /// Output elements computed before they are put in place: bounds the scratch memory of a product
 /// with many tokens and a vocabulary of rows.
 const SLAB_ELEMENTS: usize = 1 << 20;
@@ -140,11 +138,16 @@ fn multiply_block(matrices: &[&[bf16]], x: &SplitRows, first: usize, out: &mut [
     }
 }
 
-/// Brings a block into the cache: its rows are too short for the processor to foresee the next one.
+/// Brings a block into the cache, first one word of every memory page and then every line in order:
+/// the rows of a tile are too short for the processor to foresee the next ones.
 #[inline(always)]
 fn fetch(weights: &[u16]) {
+    const PAGE: usize = 4096 / size_of::<u16>();
     const LINE: usize = 64 / size_of::<u16>();
     let mut all = 0;
+    for word in weights.iter().step_by(PAGE) {
+        all |= word;
+    }
     for word in weights.iter().step_by(LINE) {
         all |= word;
     }
@@ -172,9 +175,7 @@ impl WithSimd for Block<'_> {
             stride,
             column,
         } = self;
-        if x.n_rows() >= FETCH_TOKENS {
-            fetch(weights);
-        }
+        fetch(weights);
         let mut band = Band {
             weights,
             x,
