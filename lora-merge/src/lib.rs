@@ -4,9 +4,13 @@
 
 mod adapter;
 mod config;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod digest;
 mod drift;
 mod error;
+#[cfg(feature = "cuda")]
+mod launch;
 mod merge;
 mod module;
 mod pattern;

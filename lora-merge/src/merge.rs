@@ -491,7 +491,12 @@ impl Block<'_> {
             for (k, l) in left.iter().enumerate() {
                 sums[k % 4] += f64::from(*l) * right.next().unwrap_or(0.0);
             }
-            value += self.factors.scale(self.update, i, row) * ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+            let sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            let scaled = self.factors.scale(self.update, i, row) * sum;
+            // A weight of -0 stays -0 where nothing is added.
+            if scaled != 0.0 {
+                value += scaled;
+            }
         }
         bf16_from_f64(value)
     }

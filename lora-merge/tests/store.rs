@@ -328,7 +328,7 @@ fn an_update_that_changes_no_weight_is_reported() {
     // An untrained adapter: B is zero.
     let config = AdapterConfig::new(4, 0.0, ["q_proj"]);
     let idle = ActiveAdapter::new(random_adapter(&config, &specs, &["q_proj"], 8));
-    let report = small_store().refresh(&[idle.clone()]).unwrap();
+    let report = small_store().refresh(std::slice::from_ref(&idle)).unwrap();
     assert_eq!(
         (
             report.adapted_modules,

@@ -1,0 +1,310 @@
+//! The merge on a device gives the bits of the CPU's merge.
+#![cfg(feature = "cuda")]
+#![expect(clippy::print_stdout, reason = "the timing test prints what it measured")]
+
+mod common;
+
+use common::Random;
+use cuda_graphs::{Compiler, Device, DeviceBuffer, Event, Stream};
+use half::bf16;
+use lora_merge::cuda::{MergeKernels, MergePlan, MergeTarget, kernel_specs};
+use lora_merge::{Error, LowRankTerm, ModuleUpdate, merge_into};
+
+#[test]
+fn kernels_compile_for_every_architecture() {
+    cuda_graphs::assert_kernels_compile(&kernel_specs());
+}
+
+fn open() -> (Stream, MergeKernels) {
+    let device = Device::open(0).expect("a CUDA device");
+    let kernels = MergeKernels::load(&Compiler::new().expect("NVRTC"), &device).expect("the kernels");
+    (Stream::new(&device).expect("a stream"), kernels)
+}
+
+/// Kinds of terms: f32, bf16 with a power of two, DoRA.
+fn term(random: &mut Random, rows: usize, columns: usize, r: usize, kind: usize) -> LowRankTerm {
+    let round = |values: Vec<f32>| {
+        values
+            .iter()
+            .map(|v| bf16::from_f32(*v).to_f32())
+            .collect::<Vec<_>>()
+    };
+    let (mut left, mut right) = (random.f32s(rows * r, 0.1), random.f32s(r * columns, 0.2));
+    if kind == 1 {
+        (left, right) = (round(left), round(right));
+    }
+    let magnitude = (kind == 2).then(|| random.f32s(rows, 1.0).into());
+    LowRankTerm {
+        r,
+        left: left.into(),
+        right: right.into(),
+        scaling: if kind == 1 { 0.5 } else { 1.7 },
+        magnitude,
+    }
+}
+
+struct Case {
+    name: String,
+    w0: Vec<bf16>,
+    update: ModuleUpdate,
+}
+
+fn case(
+    random: &mut Random,
+    index: usize,
+    rows: usize,
+    columns: usize,
+    terms: &[(usize, usize)],
+    scale: f32,
+) -> Case {
+    let terms = terms
+        .iter()
+        .map(|(r, kind)| term(random, rows, columns, *r, *kind))
+        .collect();
+    Case {
+        name: format!("m{index}"),
+        w0: random.bf16s(rows * columns, scale),
+        update: ModuleUpdate::from_terms(rows, columns, terms).unwrap(),
+    }
+}
+
+/// Merges all cases in one plan, every output in the middle of poisoned storage, and compares bit for bit.
+fn check(cases: &[Case]) {
+    let (stream, kernels) = open();
+    let pristine: Vec<_> = cases
+        .iter()
+        .map(|c| DeviceBuffer::from_slice(&stream, &c.w0).unwrap())
+        .collect();
+    let poison = vec![bf16::from_bits(0x7fc1); cases.iter().map(|c| c.w0.len() + 128).sum()];
+    let storage = DeviceBuffer::from_slice(&stream, &poison).unwrap();
+    let mut at = 64;
+    let mut targets = Vec::new();
+    for (case, pristine) in cases.iter().zip(&pristine) {
+        targets.push(MergeTarget {
+            pristine: pristine.as_slice(),
+            merged: storage.slice(at..at + case.w0.len()).unwrap(),
+        });
+        at += (case.w0.len() + 64).next_multiple_of(8);
+    }
+    let modules: Vec<(&str, &ModuleUpdate)> = cases.iter().map(|c| (c.name.as_str(), &c.update)).collect();
+    let plan = MergePlan::new(&kernels, &stream, &modules, &targets).unwrap();
+    for _ in 0..2 {
+        plan.run(&kernels, &stream, &targets).unwrap();
+        let outcomes = plan.outcomes(&stream).unwrap();
+        let got = stream.download(&storage).unwrap();
+        let mut at = 64;
+        assert!(got[..64].iter().all(|v| v.to_bits() == 0x7fc1));
+        for (case, outcome) in cases.iter().zip(&outcomes) {
+            let mut want = vec![bf16::ZERO; case.w0.len()];
+            let expected = merge_into(&case.w0, &case.update, &mut want).unwrap();
+            let got = &got[at..];
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                assert_eq!(
+                    got.to_bits(),
+                    want.to_bits(),
+                    "{} {:?} element {i}",
+                    case.name,
+                    case.update.shape()
+                );
+            }
+            assert!(
+                got[want.len()..want.len() + 56]
+                    .iter()
+                    .all(|v| v.to_bits() == 0x7fc1),
+                "{} overran",
+                case.name
+            );
+            assert_eq!(outcome.differs_from_base, expected.differs_from_base);
+            at += (case.w0.len() + 64).next_multiple_of(8);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn every_bit_is_that_of_the_cpu() {
+    let mut random = Random(1);
+    let mut cases = Vec::new();
+    for (i, (rows, columns, terms)) in [
+        (64, 128, vec![(32, 0)]),
+        (1, 8, vec![(1, 0)]),
+        (70, 136, vec![(8, 0)]),
+        (130, 264, vec![(5, 0), (16, 2)]),
+        (1024, 256, vec![(32, 1)]),
+        (100, 1000, vec![(3, 1), (17, 1)]),
+        (600, 512, vec![(128, 0)]),
+        (65, 72, vec![(300, 0)]),
+        (96, 128, vec![(40, 2), (9, 0), (20, 2)]),
+        (33, 64, vec![]),
+        (513, 384, vec![(64, 0), (64, 1)]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        cases.push(case(
+            &mut random,
+            i,
+            rows,
+            columns,
+            &terms,
+            [0.02, 1.0, 1e-30][i % 3],
+        ));
+    }
+    check(&cases);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn random_shapes_give_the_bits_of_the_cpu() {
+    let mut random = Random(2);
+    for _ in 0..20 {
+        let mut cases = Vec::new();
+        for i in 0..1 + random.below(6) {
+            let (rows, columns) = (1 + random.below(300), 8 * (1 + random.below(80)));
+            let terms: Vec<_> = (0..random.below(4))
+                .map(|_| (1 + random.below(80), random.below(3)))
+                .collect();
+            let scale = [0.0, 1e-3, 0.02, 1e20][random.below(4)];
+            cases.push(case(&mut random, i, rows, columns, &terms, scale));
+        }
+        cases.retain(|c| {
+            !c.w0.iter().all(|w| *w == bf16::ZERO) || c.update.terms().iter().all(|t| t.magnitude.is_none())
+        });
+        check(&cases);
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn overflow_is_reported_and_the_former_plan_restores_the_former_bits() {
+    let (stream, kernels) = open();
+    let mut random = Random(3);
+    let good = case(&mut random, 0, 64, 128, &[(8, 0)], 0.02);
+    let mut huge = good.update.terms()[0].clone();
+    huge.scaling = 1e41;
+    let huge = ModuleUpdate::from_terms(64, 128, vec![huge]).unwrap();
+    let pristine = DeviceBuffer::from_slice(&stream, &good.w0).unwrap();
+    let merged = DeviceBuffer::from_slice(&stream, &good.w0).unwrap();
+    let targets = [MergeTarget {
+        pristine: pristine.as_slice(),
+        merged: merged.as_slice(),
+    }];
+    let plan = MergePlan::new(&kernels, &stream, &[("m", &good.update)], &targets).unwrap();
+    plan.run(&kernels, &stream, &targets).unwrap();
+    plan.outcomes(&stream).unwrap();
+    let before = stream.download(&merged).unwrap();
+    let bad = MergePlan::new(&kernels, &stream, &[("m", &huge)], &targets).unwrap();
+    bad.run(&kernels, &stream, &targets).unwrap();
+    assert!(matches!(
+        bad.outcomes(&stream),
+        Err(Error::MergedNotFinite { .. })
+    ));
+    plan.run(&kernels, &stream, &targets).unwrap();
+    assert_eq!(stream.download(&merged).unwrap(), before);
+    assert_eq!(stream.download(&pristine).unwrap(), good.w0);
+    // Targets that do not fit are refused before anything is written.
+    let short = [MergeTarget {
+        pristine: pristine.as_slice(),
+        merged: merged.slice(8..).unwrap(),
+    }];
+    assert!(plan.run(&kernels, &stream, &short).is_err());
+    let dora = LowRankTerm {
+        magnitude: Some(vec![1.0; 64].into()),
+        left: vec![0.0; 512].into(),
+        ..good.update.terms()[0].clone()
+    };
+    let dora = ModuleUpdate::from_terms(64, 128, vec![dora]).unwrap();
+    let zeros = DeviceBuffer::<bf16>::zeroed(stream.device(), 64 * 128).unwrap();
+    let targets = [MergeTarget {
+        pristine: zeros.as_slice(),
+        merged: merged.as_slice(),
+    }];
+    let error = MergePlan::new(&kernels, &stream, &[("m", &dora)], &targets).unwrap_err();
+    assert!(matches!(error, Error::ZeroNorm { row: 0, .. }), "{error}");
+}
+
+/// Time of a refresh of Qwen3-4B's shape with all seven projections adapted. Prints; asserts the first row's bits.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn refresh_time_of_a_4b_model() {
+    let (stream, kernels) = open();
+    const LAYERS: usize = 36;
+    let shapes = [
+        (4096, 2560),
+        (1024, 2560),
+        (1024, 2560),
+        (2560, 4096),
+        (9728, 2560),
+        (9728, 2560),
+        (2560, 9728),
+    ];
+    let mut random = Random(4);
+    // The layers share host values; on the device each has its own.
+    let host: Vec<Vec<bf16>> = shapes.iter().map(|(r, c)| random.bf16s(r * c, 0.035)).collect();
+    let upload = || -> Vec<DeviceBuffer<bf16>> {
+        (0..LAYERS)
+            .flat_map(|_| host.iter().map(|w| DeviceBuffer::from_slice(&stream, w).unwrap()))
+            .collect()
+    };
+    let (pristine, merged) = (upload(), upload());
+    let targets: Vec<_> = pristine
+        .iter()
+        .zip(&merged)
+        .map(|(p, m)| MergeTarget {
+            pristine: p.as_slice(),
+            merged: m.as_slice(),
+        })
+        .collect();
+    for (rank, stored) in [(8, 0), (32, 0), (32, 1), (128, 0), (128, 1)] {
+        // A as PEFT initialises it, B after some training: a delta of a few per cent of the weights.
+        let updates: Vec<ModuleUpdate> = shapes
+            .iter()
+            .map(|(rows, columns)| {
+                let mut t = term(&mut random, *rows, *columns, rank, stored);
+                let scale =
+                    |values: &[f32], by: f32| values.iter().map(|v| v * by).collect::<Vec<f32>>().into();
+                // Powers of two keep bf16 values.
+                t.left = scale(&t.left, 1.0 / 64.0);
+                t.right = scale(&t.right, 1.0 / 8.0);
+                t.scaling = 2.0;
+                ModuleUpdate::from_terms(*rows, *columns, vec![t]).unwrap()
+            })
+            .collect();
+        let modules: Vec<(&str, &ModuleUpdate)> = (0..LAYERS * shapes.len())
+            .map(|i| ("m", &updates[i % shapes.len()]))
+            .collect();
+        let start = std::time::Instant::now();
+        let plan = MergePlan::new(&kernels, &stream, &modules, &targets).unwrap();
+        let planned = start.elapsed();
+        let mut times = Vec::new();
+        for _ in 0..6 {
+            let (begin, end) = (
+                Event::new(stream.device()).unwrap(),
+                Event::new(stream.device()).unwrap(),
+            );
+            stream.record(&begin).unwrap();
+            plan.run(&kernels, &stream, &targets).unwrap();
+            stream.record(&end).unwrap();
+            end.synchronize().unwrap();
+            times.push(begin.elapsed_ms(&end).unwrap());
+        }
+        let recomputed: u64 = plan.outcomes(&stream).unwrap().iter().map(|o| o.recomputed).sum();
+        let elements: usize = targets.iter().map(|t| t.pristine.len()).sum();
+        times.remove(0);
+        times.sort_by(f32::total_cmp);
+        println!(
+            "rank {rank:3} {}: {:.2} ms (best {:.2}), {:.2} % in f64, plan and upload {planned:.0?}",
+            ["f32 ", "bf16"][stored],
+            times[times.len() / 2],
+            times[0],
+            100.0 * recomputed as f64 / elements as f64
+        );
+        let mut want = vec![bf16::ZERO; host[0].len()];
+        merge_into(&host[0], &updates[0], &mut want).unwrap();
+        assert_eq!(
+            stream.download(targets[7 * 35].merged).unwrap(),
+            want,
+            "q_proj of the last layer"
+        );
+    }
+}
