@@ -8,7 +8,8 @@ use std::hint::black_box;
 
 use block_mask::reference::{DenseShape, dense_attention};
 use block_mask::{
-    BlockMask, FlexOptions, MaskMod, MaskShape, PackedSequence, Physical, QueryView, flex_attention, paged_causal_mask,
+    BlockMask, FlexOptions, MaskMod, MaskShape, PackedSequence, Physical, QueryView, flex_attention,
+    paged_causal_mask,
 };
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use paged_kv::{KvCache, KvDtype, KvLayout, PageTable, PageTableConfig, Slot};
@@ -36,7 +37,12 @@ fn random(n: usize, seed: u64) -> Vec<f32> {
 fn setup(n: usize, len: usize, page_size: usize, dtype: KvDtype) -> Setup {
     let pages = len.div_ceil(page_size);
     let n_pages = n * pages + 1;
-    let config = PageTableConfig { n_pages, page_size, n_slots: n + 1, max_pages_per_slot: pages };
+    let config = PageTableConfig {
+        n_pages,
+        page_size,
+        n_slots: n + 1,
+        max_pages_per_slot: pages,
+    };
     let mut table = PageTable::new(config).unwrap();
     let slots: Vec<Slot> = (0..n).map(|_| table.allocate_slot().unwrap()).collect();
     for page in 1..=pages {
@@ -44,7 +50,14 @@ fn setup(n: usize, len: usize, page_size: usize, dtype: KvDtype) -> Setup {
             let _ = table.reserve(slot, (page * page_size).min(len)).unwrap();
         }
     }
-    let layout = KvLayout { n_layers: 1, kv_heads: KV_HEADS, head_dim: DIM, n_pages, page_size, dtype };
+    let layout = KvLayout {
+        n_layers: 1,
+        kv_heads: KV_HEADS,
+        head_dim: DIM,
+        n_pages,
+        page_size,
+        dtype,
+    };
     let mut cache = KvCache::new(layout).unwrap();
     let (k, v) = (random(len * KV_HEADS * DIM, 1), random(len * KV_HEADS * DIM, 2));
     for &slot in &slots {
@@ -52,27 +65,62 @@ fn setup(n: usize, len: usize, page_size: usize, dtype: KvDtype) -> Setup {
         cache.write(0, &physical, &k, &v).unwrap();
         table.advance(slot, len).unwrap();
     }
-    Setup { table, cache, slots, k, v }
+    Setup {
+        table,
+        cache,
+        slots,
+        k,
+        v,
+    }
 }
 
 fn run(setup: &Setup, queries: &[f32], rows: usize, mask: &BlockMask<Physical>, out: &mut [f32]) {
     let q = QueryView::packed(queries, rows, HEADS, DIM).unwrap();
-    flex_attention(q, setup.cache.layer(0).unwrap(), mask, None, &FlexOptions::default(), out, None).unwrap();
+    flex_attention(
+        q,
+        setup.cache.layer(0).unwrap(),
+        mask,
+        None,
+        &FlexOptions::default(),
+        out,
+        None,
+    )
+    .unwrap();
 }
 
 /// One row that sees `len` keys, against the oracle: the time of a wrong result is of no use.
 fn check(setup: &Setup, queries: &[f32], row: usize, len: usize, out: &[f32], tolerance: f64) {
     let head_major = |x: &[f32]| -> Vec<f32> {
         let at = |h: usize, t: usize| x[(t * KV_HEADS + h) * DIM..][..DIM].to_vec();
-        (0..KV_HEADS).flat_map(|h| (0..len).flat_map(move |t| at(h, t))).collect()
+        (0..KV_HEADS)
+            .flat_map(|h| (0..len).flat_map(move |t| at(h, t)))
+            .collect()
     };
-    let shape = DenseShape { batch: 1, heads: HEADS, kv_heads: KV_HEADS, q_len: 1, kv_len: len, head_dim: DIM };
+    let shape = DenseShape {
+        batch: 1,
+        heads: HEADS,
+        kv_heads: KV_HEADS,
+        q_len: 1,
+        kv_len: len,
+        head_dim: DIM,
+    };
     let own = &queries[row * HEADS * DIM..(row + 1) * HEADS * DIM];
     let (k, v) = (head_major(&setup.k), head_major(&setup.v));
     let scale = 1.0 / (DIM as f64).sqrt();
-    let (expected, _) = dense_attention(shape, own, &k, &v, scale, |_, _, _, _| true, |score, _, _, _, _| score);
+    let (expected, _) = dense_attention(
+        shape,
+        own,
+        &k,
+        &v,
+        scale,
+        |_, _, _, _| true,
+        |score, _, _, _, _| score,
+    );
     for (found, expected) in out[row * HEADS * DIM..].iter().zip(&expected) {
-        assert!((f64::from(*found) - expected).abs() < tolerance, "{found} is not {expected}");
+        assert!(
+            (f64::from(*found) - expected).abs() < tolerance,
+            "{found} is not {expected}"
+        );
     }
 }
 
@@ -92,7 +140,12 @@ fn decode(c: &mut Criterion) {
         ("f32 page 16", KvDtype::F32, 16, 128),
     ] {
         let setup = setup(16, len, page_size, dtype);
-        let one = |(i, &slot): (usize, &Slot)| PackedSequence { slot, q_start: i, q_len: 1, kv_start_pos: len - 1 };
+        let one = |(i, &slot): (usize, &Slot)| PackedSequence {
+            slot,
+            q_start: i,
+            q_len: 1,
+            kv_start_pos: len - 1,
+        };
         let step: Vec<PackedSequence> = setup.slots.iter().enumerate().map(one).collect();
         let mask = paged_causal_mask(&setup.table, &step, 16, None).unwrap();
         let queries = random(16 * HEADS * DIM, 3);
@@ -105,7 +158,11 @@ fn decode(c: &mut Criterion) {
             bencher.iter(|| run(&setup, &queries, 16, &mask, &mut out));
         });
         group.bench_function(BenchmarkId::new(format!("mask {name}"), len), |bencher| {
-            bencher.iter(|| paged_causal_mask(black_box(&setup.table), &step, 16, None).unwrap().n_blocks());
+            bencher.iter(|| {
+                paged_causal_mask(black_box(&setup.table), &step, 16, None)
+                    .unwrap()
+                    .n_blocks()
+            });
         });
     }
     let values = random(2 * 16 * 1024 * KV_HEADS * DIM, 4);
@@ -141,8 +198,12 @@ fn prefill(c: &mut Criterion) {
     ] {
         let len = 256;
         let setup = setup(4, len, 16, dtype);
-        let one =
-            |(i, &slot): (usize, &Slot)| PackedSequence { slot, q_start: i * len, q_len: len, kv_start_pos: 0 };
+        let one = |(i, &slot): (usize, &Slot)| PackedSequence {
+            slot,
+            q_start: i * len,
+            q_len: len,
+            kv_start_pos: 0,
+        };
         let step: Vec<PackedSequence> = setup.slots.iter().enumerate().map(one).collect();
         let mask = paged_causal_mask(&setup.table, &step, block_q, None).unwrap();
         let queries = random(4 * len * HEADS * DIM, 5);
@@ -152,7 +213,9 @@ fn prefill(c: &mut Criterion) {
         // Two products of DIM multiply-adds per unmasked cell.
         let flops = 4 * HEADS * (len * (len + 1) / 2) * 4 * DIM;
         group.throughput(Throughput::Elements(flops as u64));
-        group.bench_function(name, |bencher| bencher.iter(|| run(&setup, &queries, 4 * len, &mask, &mut out)));
+        group.bench_function(name, |bencher| {
+            bencher.iter(|| run(&setup, &queries, 4 * len, &mask, &mut out))
+        });
     }
     group.finish();
 }
@@ -164,8 +227,16 @@ fn logical_masks(c: &mut Criterion) {
     let documents: Vec<i32> = (0..8192).map(|i| i / 1024).collect();
     for (name, mask_mod, blocks) in [
         ("causal", MaskMod::causal(), 64 * 65 / 2),
-        ("window 512", MaskMod::causal() & MaskMod::sliding_window(512), 64 * 5 - 10),
-        ("documents by id", MaskMod::causal() & MaskMod::document(documents), 8 * (8 * 9 / 2)),
+        (
+            "window 512",
+            MaskMod::causal() & MaskMod::sliding_window(512),
+            64 * 5 - 10,
+        ),
+        (
+            "documents by id",
+            MaskMod::causal() & MaskMod::document(documents),
+            8 * (8 * 9 / 2),
+        ),
     ] {
         group.bench_function(name, |bencher| {
             bencher.iter(|| {

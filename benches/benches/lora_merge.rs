@@ -20,10 +20,15 @@ fn merge(c: &mut Criterion) {
         let one = |random: &mut ChaCha8Rng| (0..4).map(|_| random.random_range(-0.87f32..0.87)).sum::<f32>();
         (0..n).map(|_| scale * one(&mut random)).collect()
     };
-    let w0: Vec<bf16> = draw(ROWS * COLUMNS, 0.02).into_iter().map(bf16::from_f32).collect();
+    let w0: Vec<bf16> = draw(ROWS * COLUMNS, 0.02)
+        .into_iter()
+        .map(bf16::from_f32)
+        .collect();
     let mut out = vec![bf16::ZERO; w0.len()];
     let mut group = c.benchmark_group("merge one 9728 x 2560 matrix");
-    group.sample_size(20).throughput(Throughput::Bytes(4 * w0.len() as u64));
+    group
+        .sample_size(20)
+        .throughput(Throughput::Bytes(4 * w0.len() as u64));
 
     group.bench_function("copy", |b| {
         // One part per core: the same threads as the merge.
@@ -49,11 +54,16 @@ fn merge(c: &mut Criterion) {
     group.finish();
 
     let bytes: Vec<u8> = out.iter().flat_map(|v| v.to_le_bytes()).collect();
-    let parts: Vec<(String, &[u8])> =
-        bytes.chunks(1 << 20).enumerate().map(|(i, part)| (format!("{i:04}"), part)).collect();
+    let parts: Vec<(String, &[u8])> = bytes
+        .chunks(1 << 20)
+        .enumerate()
+        .map(|(i, part)| (format!("{i:04}"), part))
+        .collect();
     let tensors: Vec<(&str, &[u8])> = parts.iter().map(|(name, part)| (name.as_str(), *part)).collect();
     let mut group = c.benchmark_group("SHA-256 of the same matrix");
-    group.sample_size(20).throughput(Throughput::Bytes(bytes.len() as u64));
+    group
+        .sample_size(20)
+        .throughput(Throughput::Bytes(bytes.len() as u64));
     let expected = sequential_digest(tensors.iter().copied());
     group.bench_function("sequential", |b| {
         b.iter(|| assert_eq!(sequential_digest(black_box(&tensors).iter().copied()), expected));
@@ -79,7 +89,8 @@ fn copy(from: &[bf16], to: &mut [bf16]) {
 /// Row 5 of the merge, in f64.
 fn exact(w0: &[bf16], term: &LowRankTerm) -> Vec<bf16> {
     let value = |j: usize| {
-        let product = |k: usize| f64::from(term.left[5 * term.r + k]) * f64::from(term.right[k * COLUMNS + j]);
+        let product =
+            |k: usize| f64::from(term.left[5 * term.r + k]) * f64::from(term.right[k * COLUMNS + j]);
         let sum: f64 = (0..term.r).map(product).sum();
         lora_merge::bf16_from_f64(w0[5 * COLUMNS + j].to_f64() + term.scaling * sum)
     };

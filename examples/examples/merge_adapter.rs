@@ -11,10 +11,7 @@ use lora_merge::{
 };
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let bundled = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../fixtures/adapters/mult-r32"
-    );
+    let bundled = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/adapters/mult-r32");
     let folder = std::env::args().nth(1).unwrap_or_else(|| bundled.to_owned());
 
     // The shapes of the bundled model's projections. Any named matrices will do: here they are drawn, not read.
@@ -29,7 +26,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             ("mlp.up_proj", 640, 256),
             ("mlp.down_proj", 256, 640),
         ] {
-            specs.push(ModuleSpec::linear(format!("model.layers.{layer}.{part}"), out, inputs));
+            specs.push(ModuleSpec::linear(
+                format!("model.layers.{layer}.{part}"),
+                out,
+                inputs,
+            ));
         }
     }
     let weights = specs.iter().map(|spec| {

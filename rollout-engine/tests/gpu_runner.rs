@@ -221,19 +221,27 @@ fn a_maximum_batch_that_is_no_bucket_of_the_usual_ones_works() {
 fn preempted_sequences_resume_to_the_same_completion_during_graphed_decoding() {
     let goldens = goldens();
     let all: Vec<&Golden> = goldens.iter().collect();
-    for (batch, page_size, n_pages) in [(16, 16, 60), (8, 16, 30), (32, 64, 24)] {
-        let mut scheduler = scheduler(pool(batch, page_size, n_pages), true);
-        golden_run(
-            &mut scheduler,
-            &format!("{batch} rows in {n_pages} pages of {page_size}"),
-            &all,
-        );
-        let statistics = scheduler.statistics();
-        assert!(
-            statistics.preemptions > 0,
-            "the pool was meant to be tight: {statistics:?}"
-        );
+    // The longest completions, each three times: all of them outgrow the pages they start with.
+    let tokens = |golden: &Golden| golden.prompt.len() + golden.completion.len();
+    let mut long: Vec<&Golden> = (0..3).flat_map(|_| &goldens).collect();
+    long.sort_by_key(|golden| std::cmp::Reverse(tokens(golden)));
+    long.truncate(36);
+    let longest = goldens.iter().map(tokens).max().unwrap();
+    let mut preemptions = 0;
+    for page_size in [16, 64] {
+        let n_pages = 1 + longest.div_ceil(page_size) + 4;
+        for (batch, chosen) in [(5, &all), (48, &all), (36, &long)] {
+            let mut scheduler = scheduler(pool(batch, page_size, n_pages), true);
+            golden_run(
+                &mut scheduler,
+                &format!("{batch} rows in {n_pages} pages of {page_size}"),
+                chosen,
+            );
+            preemptions += scheduler.statistics().preemptions;
+        }
     }
+    eprintln!("{preemptions} preemptions");
+    assert!(preemptions > 10, "only {preemptions} preemptions");
 }
 
 #[test]

@@ -1,5 +1,9 @@
 //! What the GPU tests share: a device, random numbers, and the measure of an error.
-#![allow(dead_code, unreachable_pub, reason = "a module of several test binaries, each of which uses its own part")]
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "a module of several test binaries, each of which uses its own part"
+)]
 
 use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
 use half::bf16;
