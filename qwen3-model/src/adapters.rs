@@ -1,7 +1,9 @@
 //! Adapters on a model: which matrices they may target, and how they are applied.
 
+use std::time::Duration;
+
 use half::bf16;
-use lora_merge::{ModuleSpec, PolicyVersion, PristineSource, RefreshReport};
+use lora_merge::{LowRankTerm, MemoryReport, ModuleSpec, ModuleUpdate, PolicyVersion, PristineSource};
 
 use crate::{Projection, Qwen3Config, Weights};
 
@@ -28,8 +30,34 @@ pub struct AdapterReport {
     pub adapted_modules: usize,
     /// Remarks on settings that are overridden as in PEFT.
     pub warnings: Vec<String>,
-    /// What the merge did; for [`MergeMode::Unmerged`] the return of all matrices to the base.
-    pub refresh: RefreshReport,
+    /// Modules of which a served weight or bias changed, or, at run time, whose update changed.
+    pub changed_modules: usize,
+    /// Whether any module differs from the base. `false` with an adapter active means that it has no effect at all.
+    pub differs_from_base: bool,
+    /// Elements whose rounding needed f64.
+    pub recomputed: u64,
+    /// Bytes of both copies of the weights.
+    pub memory: MemoryReport,
+    /// Wall time.
+    pub elapsed: Duration,
+}
+
+/// The policy of a model that no adapter has touched.
+pub(crate) fn base_policy() -> PolicyVersion {
+    let digest = lora_merge::resolve(&[], &[]).map(|resolved| resolved.digest());
+    PolicyVersion {
+        number: 0,
+        sha256: digest.unwrap_or_default(),
+    }
+}
+
+/// Whether an update at run time can change its module's result: a low-rank product of zeros cannot.
+pub(crate) fn has_effect(update: &ModuleUpdate) -> bool {
+    let nonzero = |values: &[f32]| values.iter().any(|value| *value != 0.0);
+    let term = |term: &LowRankTerm| {
+        term.magnitude.is_some() || (term.scaling != 0.0 && nonzero(&term.left) && nonzero(&term.right))
+    };
+    update.terms().iter().any(term) || update.replacement().is_some() || update.touches_bias()
 }
 
 /// The matrices that adapters may target: the seven of every layer in the order of

@@ -25,7 +25,7 @@
 //! A product leaves its result in `delta` and the *next* norm adds it to the residual: that is the
 //! fusion that saves a pass over memory. The first norm of layer 0 has nothing to add.
 
-use lora_merge::ActiveAdapter;
+use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{KvLayout, PageCopy};
 
 use crate::{AdapterReport, Error, FusedMatrix, MergeMode, Qwen3Config, Result, StepPlan};
@@ -122,6 +122,33 @@ pub trait Backend {
             backend: std::any::type_name::<Self>(),
             mode,
         })
+    }
+
+    /// The policy in force.
+    fn policy(&self) -> PolicyVersion {
+        crate::adapters::base_policy()
+    }
+
+    /// SHA-256 over all parameters of the base model, sorted by name, each as its name's bytes and then its raw bytes
+    /// (matrices and norms bf16). A tied head does not count again.
+    ///
+    /// # Errors
+    /// [`Error::AdapterMode`](crate::Error::AdapterMode) where the backend keeps no base apart from what it serves,
+    /// as in this default; errors of the device.
+    fn base_sha256(&mut self) -> Result<[u8; 32]> {
+        Err(Error::AdapterMode {
+            backend: std::any::type_name::<Self>(),
+            mode: MergeMode::Merged,
+        })
+    }
+
+    /// The same over the parameters that steps are computed with, biases that adapters made included. Adapters at run
+    /// time are not parameters.
+    ///
+    /// # Errors
+    /// As [`base_sha256`](Backend::base_sha256).
+    fn served_sha256(&mut self) -> Result<[u8; 32]> {
+        self.base_sha256()
     }
 }
 

@@ -8,6 +8,7 @@ mod config;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod digest;
 mod error;
 #[doc(hidden)]
 pub mod fuzzing;

@@ -58,7 +58,7 @@ fn merged_adapters_are_close_to_peft() {
     let mut model = load();
     for name in NAMES {
         let report = model.set_adapters(&active(name), MergeMode::Merged).unwrap();
-        assert!(report.refresh.changed_modules > 0);
+        assert!(report.changed_modules > 0);
         let (log_prob, logit) = compare(&mut model, name);
         assert!(log_prob < 1e-2 && logit < 0.1, "{name}: {log_prob} {logit}");
     }

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use paged_kv::KvDtype;
-use qwen3_model::{GenerationConfig, Qwen3Config};
+use qwen3_model::{GenerationConfig, MergeMode, Qwen3Config};
 
+use crate::adapters::{AdapterSet, AdapterSource, PolicyUpdate};
 use crate::device::{self, DeviceChoice, OpenedDevice};
 use crate::engine::Engine;
 use crate::pool::PoolSettings;
@@ -18,6 +19,8 @@ pub struct EngineBuilder {
     model_dir: Option<PathBuf>,
     device: DeviceChoice,
     settings: RunnerSettings,
+    adapters: Vec<(PathBuf, f32)>,
+    merge_mode: MergeMode,
 }
 
 /// What a device needs to know besides the model folder.
@@ -36,6 +39,8 @@ pub struct BuiltEngine {
     pub engine: Engine,
     /// One line for the user if the device `auto` could not use a GPU.
     pub notice: Option<String>,
+    /// What the adapters did to the model, if there are any.
+    pub policy: Option<PolicyUpdate>,
 }
 
 impl EngineBuilder {
@@ -115,10 +120,30 @@ impl EngineBuilder {
         self
     }
 
+    /// Serves an adapter, from a PEFT folder. May be given several times: the adapters then apply together.
+    #[must_use]
+    pub fn adapter(self, dir: impl Into<PathBuf>) -> Self {
+        self.weighted_adapter(dir, 1.0)
+    }
+
+    /// As [`EngineBuilder::adapter`], with a factor on the adapter's scaling; 1 is what it was trained with.
+    #[must_use]
+    pub fn weighted_adapter(mut self, dir: impl Into<PathBuf>, weight: f32) -> Self {
+        self.adapters.push((dir.into(), weight));
+        self
+    }
+
+    /// Whether adapters are merged into the weights or applied at run time. Default: merged.
+    #[must_use]
+    pub fn merge_mode(mut self, mode: MergeMode) -> Self {
+        self.merge_mode = mode;
+        self
+    }
+
     /// Loads the model.
     ///
     /// # Errors
-    /// A file of the folder is missing or wrong, a setting cannot work, or the device cannot be used.
+    /// A file of a folder is missing or wrong, an adapter does not fit the model, a setting cannot work, or the device cannot be used.
     pub fn build(self) -> Result<Engine, Error> {
         Ok(self.build_with_notice()?.engine)
     }
@@ -139,10 +164,19 @@ impl EngineBuilder {
             false => generation.eos_token_ids,
         };
         let text = TextPipeline::from_dir(&dir)?.map(Arc::new);
+        // Adapters before weights: a mistake in them shows before a large model is loaded.
+        let sources = self.adapters.into_iter();
+        let adapters = AdapterSet::read(
+            self.merge_mode,
+            sources.map(|(dir, weight)| (AdapterSource::from(dir), weight)),
+        )?;
         let OpenedDevice { runner, notice } = device::open(self.device, &dir, &config, &self.settings)?;
+        let mut engine = Engine::with_runner(runner, eos_token_ids, text)?;
+        let policy = engine.serve_first(adapters)?;
         Ok(BuiltEngine {
-            engine: Engine::with_runner(runner, eos_token_ids, text)?,
+            engine,
             notice,
+            policy,
         })
     }
 }

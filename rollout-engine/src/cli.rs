@@ -8,6 +8,7 @@ mod input;
 mod inspect;
 mod output;
 mod progress;
+mod verify_no_drift;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -81,6 +82,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::Generate(args) => generate::run(&args),
         #[cfg(feature = "cuda")]
         args::Command::Bench(args) => bench::run(&args),
+        args::Command::VerifyNoDrift(args) => verify_no_drift::run(&args),
         args::Command::Inspect(args) => inspect::run(&args),
     };
     match result {

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::adapters::PolicySpan;
 use crate::runner::SampledToken;
 
 /// Names one request of an engine. Never used twice by the same engine.
@@ -45,8 +46,9 @@ pub struct TokenCompletion {
     pub logprobs: Vec<f32>,
     /// Why it ended.
     pub finish_reason: FinishReason,
-    /// Number of the policy (base weights and adapters) under which it was sampled; 0 is the base model.
-    pub policy_version: u64,
+    /// The policies (base weights and adapters) under which it was sampled, in order: one, or more if the policy
+    /// changed meanwhile.
+    pub policies: Vec<PolicySpan>,
 }
 
 /// A finished request, with its text.
@@ -63,8 +65,9 @@ pub struct Completion {
     pub finish_reason: FinishReason,
     /// For each new token the natural logarithm of its probability at temperature 1 over the whole vocabulary.
     pub logprobs: Vec<f32>,
-    /// Number of the policy (base weights and adapters) under which it was sampled; 0 is the base model.
-    pub policy_version: u64,
+    /// The policies (base weights and adapters) under which it was sampled, in order: one, or more if the policy
+    /// changed meanwhile.
+    pub policies: Vec<PolicySpan>,
 }
 
 /// Something that a step brought about.

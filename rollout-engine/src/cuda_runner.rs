@@ -13,11 +13,13 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use cuda_graphs::{Compiler, Device};
+use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{KvDtype, KvLayout, PageTable};
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, Pending, WeightSource};
-use qwen3_model::{Backend, LogitRows, Qwen3Config, SequenceChunk, StepBatch, StepPlanner};
+use qwen3_model::{Backend, LogitRows, MergeMode, Qwen3Config, SequenceChunk, StepBatch, StepPlanner};
 
 use crate::Error;
+use crate::adapters::PolicyUpdate;
 use crate::pool::{PoolLimits, PoolSettings};
 use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
 
@@ -68,6 +70,8 @@ pub struct CudaRunner {
     device: String,
     start: CudaStart,
     free_at_start: u64,
+    /// Weights held twice because of adapters.
+    merged_bytes: u64,
     pending: VecDeque<Pending>,
     chunks: Vec<SequenceChunk>,
     rows: Vec<DecodeRow>,
@@ -151,6 +155,7 @@ impl CudaRunner {
                 ..CudaStart::default()
             },
             free_at_start: free,
+            merged_bytes: 0,
             pending: VecDeque::new(),
             chunks: Vec::new(),
             rows: Vec::new(),
@@ -219,6 +224,7 @@ impl Runner for CudaRunner {
     fn memory(&self) -> RunnerMemory {
         RunnerMemory {
             weight_bytes: self.backend.weight_bytes(),
+            merged_bytes: self.merged_bytes,
             kv_bytes: self.backend.kv_layout().bytes().unwrap_or(u64::MAX),
         }
     }
@@ -277,5 +283,23 @@ impl Runner for CudaRunner {
         if let Err(error) = self.backend.reset() {
             tracing::error!(%error, "the GPU reports an error of the steps that were given up");
         }
+    }
+
+    fn policy(&self) -> PolicyVersion {
+        self.backend.policy()
+    }
+
+    fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
+        let update = PolicyUpdate::from(self.backend.set_adapters(active, mode)?);
+        self.merged_bytes = update.merged_bytes;
+        Ok(update)
+    }
+
+    fn base_sha256(&mut self) -> Result<[u8; 32], Error> {
+        Ok(self.backend.base_sha256()?)
+    }
+
+    fn served_sha256(&mut self) -> Result<[u8; 32], Error> {
+        Ok(self.backend.served_sha256()?)
     }
 }

@@ -111,6 +111,7 @@ fn open_cpu(
     let backend = CpuBackend::new(config.clone(), weights, &options)?;
     let memory = RunnerMemory {
         weight_bytes: backend.weights().bytes(),
+        merged_bytes: 0,
         kv_bytes: backend.kv_layout().bytes()?,
     };
     let device = format!("cpu ({} threads)", rayon::current_num_threads());

@@ -3,7 +3,11 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
+use lora_merge::ActiveAdapter;
+use qwen3_model::MergeMode;
+
 use crate::Error;
+use crate::adapters::{AdapterSet, PolicyUpdate};
 use crate::builder::EngineBuilder;
 use crate::completion::{Completion, Event, RequestId, TokenCompletion};
 use crate::request::{Prompt, Request, SamplingParams};
@@ -21,6 +25,7 @@ pub struct Engine<R = Box<dyn Runner + Send>> {
     text: Option<Arc<TextPipeline>>,
     /// Events of other requests that came while a stream was being read.
     backlog: VecDeque<Event>,
+    pub(crate) adapters: AdapterSet,
 }
 
 impl<R> std::fmt::Debug for Engine<R> {
@@ -52,6 +57,7 @@ impl<R: Runner> Engine<R> {
             scheduler: Scheduler::new(runner, eos_token_ids)?,
             text,
             backlog: VecDeque::new(),
+            adapters: AdapterSet::default(),
         })
     }
 
@@ -103,9 +109,23 @@ impl<R: Runner> Engine<R> {
             .collect())
     }
 
-    /// Whether any request waits or runs.
+    /// Changes the policy; what the steps under way bring about is kept for the next [`Engine::step`].
+    pub(crate) fn change_policy(
+        &mut self,
+        active: &[ActiveAdapter],
+        mode: MergeMode,
+    ) -> Result<PolicyUpdate, Error> {
+        let mut events = Vec::new();
+        let update = self.scheduler.set_adapters(active, mode, &mut events);
+        let text = self.text.as_deref();
+        self.backlog
+            .extend(events.into_iter().map(|event| with_text(event, text)));
+        update
+    }
+
+    /// Whether any request waits or runs, or has results that no [`Engine::step`] has given yet.
     pub fn has_unfinished(&self) -> bool {
-        self.scheduler.has_unfinished()
+        self.scheduler.has_unfinished() || !self.backlog.is_empty()
     }
 
     /// Ends a request without a completion. False if it is not unfinished.
@@ -167,6 +187,10 @@ impl<R: Runner> Engine<R> {
         self.scheduler.runner()
     }
 
+    pub(crate) fn runner_mut(&mut self) -> &mut R {
+        self.scheduler.runner_mut()
+    }
+
     /// Tokenizer and chat templates, if there are any.
     pub fn text(&self) -> Option<&Arc<TextPipeline>> {
         self.text.as_ref()
@@ -190,7 +214,7 @@ fn with_text(event: Event<TokenCompletion>, text: Option<&TextPipeline>) -> Even
                     text,
                     finish_reason: completion.finish_reason,
                     logprobs: completion.logprobs,
-                    policy_version: completion.policy_version,
+                    policies: completion.policies,
                 })
             });
             Event::Finished { request, result }

@@ -146,6 +146,19 @@ pub enum Error {
     #[error(transparent)]
     Model(#[from] qwen3_model::Error),
 
+    /// An adapter that cannot be read.
+    #[error(transparent)]
+    Adapter(#[from] lora_merge::Error),
+
+    /// The device cannot apply adapters in this way. The previous policy is in force.
+    #[error("the {device} runner cannot apply adapters in the mode {mode:?}")]
+    AdaptersUnsupported {
+        /// Device of the runner.
+        device: String,
+        /// The mode that was asked for.
+        mode: qwen3_model::MergeMode,
+    },
+
     /// The page table refused an operation.
     #[error("page table: {0}")]
     Pages(#[from] paged_kv::Error),

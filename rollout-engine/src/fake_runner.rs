@@ -21,10 +21,15 @@
 //! ```
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
+use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{PageTable, Slot};
+use qwen3_model::MergeMode;
+use sha2::{Digest, Sha256};
 
 use crate::Error;
+use crate::adapters::{PolicyUpdate, base_policy};
 use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
 
 /// A runner whose next token is a hash of the sequence so far. See the [module](self).
@@ -41,6 +46,9 @@ pub struct FakeRunner {
     nan_token: Option<u32>,
     /// Steps until `submit` fails.
     fail_after: Option<usize>,
+    /// Whether changes of policy fail.
+    fail_policy: bool,
+    policy: PolicyVersion,
     /// Decode rows and prefill chunks of every step, for tests that look at batches.
     history: Vec<(usize, usize)>,
 }
@@ -55,6 +63,8 @@ impl FakeRunner {
             submitted: VecDeque::new(),
             nan_token: None,
             fail_after: None,
+            fail_policy: false,
+            policy: base_policy(),
             history: Vec::new(),
         }
     }
@@ -86,6 +96,13 @@ impl FakeRunner {
         self
     }
 
+    /// Makes changes of policy fail.
+    #[must_use]
+    pub fn failing_policy_changes(mut self) -> Self {
+        self.fail_policy = true;
+        self
+    }
+
     /// (prefill chunks, decode rows) of every submitted step.
     pub fn history(&self) -> &[(usize, usize)] {
         &self.history
@@ -93,6 +110,17 @@ impl FakeRunner {
 
     /// The completion of `prompt`: up to `max_new_tokens` tokens, ending with the first of `stop_token_ids`.
     pub fn expected(
+        prompt: &[u32],
+        max_new_tokens: usize,
+        stop_token_ids: &[u32],
+        vocab_size: usize,
+    ) -> Vec<u32> {
+        Self::expected_under(0, prompt, max_new_tokens, stop_token_ids, vocab_size)
+    }
+
+    /// As [`FakeRunner::expected`], under the policy of this number.
+    pub fn expected_under(
+        policy: u64,
         prompt: &[u32],
         max_new_tokens: usize,
         stop_token_ids: &[u32],
@@ -106,7 +134,7 @@ impl FakeRunner {
                 let token = prompt
                     .get(position)
                     .or_else(|| completion.get(position - prompt.len()));
-                hash = fold(hash, cell(token.copied().unwrap_or_default(), position));
+                hash = fold(hash, cell(token.copied().unwrap_or_default(), position) ^ salt(policy));
             }
             fed = prompt.len() + completion.len();
             let token = token_of(hash, vocab_size);
@@ -210,6 +238,7 @@ impl Runner for FakeRunner {
     fn memory(&self) -> RunnerMemory {
         RunnerMemory {
             weight_bytes: 0,
+            merged_bytes: 0,
             kv_bytes: (self.cells.len() * 8) as u64,
         }
     }
@@ -237,16 +266,18 @@ impl Runner for FakeRunner {
             let (src, dst) = (copy.src.index() * page_size, copy.dst.index() * page_size);
             self.cells.copy_within(src..src + copy.tokens, dst);
         }
+        // Keys and values depend on the policy that computed them.
+        let salt = salt(self.policy.number);
         let mut tokens = step.token_ids.iter();
         for chunk in &step.prefill {
             for (position, &token) in (chunk.start..chunk.start + chunk.len).zip(&mut tokens) {
                 let at = self.physical(&rows, chunk.slot, position)?;
-                self.cells[at] = cell(token, position);
+                self.cells[at] = cell(token, position) ^ salt;
             }
         }
         for row in &step.decode {
             let at = self.physical(&rows, row.slot, row.position)?;
-            self.cells[at] = cell(self.last_tokens[row.slot.index()], row.position);
+            self.cells[at] = cell(self.last_tokens[row.slot.index()], row.position) ^ salt;
         }
         let mut sampled = Vec::with_capacity(step.sampled_rows());
         for chunk in step.prefill.iter().filter(|chunk| chunk.sample.is_some()) {
@@ -261,6 +292,44 @@ impl Runner for FakeRunner {
     fn reset(&mut self) {
         self.submitted.clear();
     }
+
+    fn policy(&self) -> PolicyVersion {
+        self.policy
+    }
+
+    fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
+        if !self.submitted.is_empty() {
+            return Err(self.error("the policy was changed while steps were under way".into()));
+        }
+        if self.fail_policy {
+            return Err(self.error("told to fail".into()));
+        }
+        let mut sha = Sha256::new();
+        active
+            .iter()
+            .for_each(|a| sha.update(a.adapter.digest()));
+        let sha256 = match active {
+            [] => base_policy().sha256,
+            _ => sha.finalize().into(),
+        };
+        let changed = sha256 != self.policy.sha256;
+        self.policy = PolicyVersion {
+            number: self.policy.number + 1,
+            sha256,
+        };
+        Ok(PolicyUpdate {
+            version: self.policy,
+            mode,
+            adapted_modules: active.len(),
+            changed,
+            differs_from_base: !active.is_empty(),
+            pristine_bytes: 0,
+            merged_bytes: 0,
+            elapsed: Duration::ZERO,
+            warnings: Vec::new(),
+            continued_requests: 0,
+        })
+    }
 }
 
 const SEED: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -268,6 +337,11 @@ const SEED: u64 = 0x9e37_79b9_7f4a_7c15;
 /// The content of a position. Never `u64::MAX`, which marks an unwritten cell.
 fn cell(token: u32, position: usize) -> u64 {
     (u64::from(token) << 32) | (position as u64 & 0xffff_ffff)
+}
+
+/// What a policy does to every content; nothing for policy 0. Only the upper bits, which tokens leave free.
+fn salt(policy: u64) -> u64 {
+    policy.wrapping_mul(0x9e37_79b9_0000_0000) & (0xffff << 48)
 }
 
 /// One round of the SplitMix64 finaliser over a running hash.

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+pub mod adapters;
 mod builder;
 pub mod bundled;
 #[cfg(feature = "cli")]
@@ -22,6 +23,7 @@ pub mod scheduler;
 mod statistics;
 pub mod text;
 
+pub use adapters::{AdapterSource, PolicySpan, PolicyUpdate};
 pub use builder::{BuiltEngine, EngineBuilder};
 pub use completion::{Completion, Event, FinishReason, RequestId, TokenCompletion};
 #[cfg(feature = "cuda")]
@@ -30,8 +32,10 @@ pub use device::DeviceChoice;
 pub use engine::{Engine, Finished, Stream};
 pub use error::Error;
 pub use fake_runner::FakeRunner;
+pub use lora_merge::PolicyVersion;
 pub use model_runner::ModelRunner;
 pub use pool::PoolSettings;
+pub use qwen3_model::MergeMode;
 pub use request::{ChatPrompt, Prompt, Request, SamplingParams};
 pub use runner::{Runner, RunnerShape};
 pub use scheduler::Scheduler;

@@ -1,9 +1,11 @@
 //! A runner over a [`qwen3_model::Model`] whose logits are read back and sampled on the CPU.
 
+use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::PageTable;
-use qwen3_model::{Backend, Model, SequenceChunk, StepBatch};
+use qwen3_model::{Backend, MergeMode, Model, SequenceChunk, StepBatch};
 
 use crate::Error;
+use crate::adapters::PolicyUpdate;
 use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
 use crate::sampling::sample_rows;
 
@@ -126,5 +128,23 @@ impl<B: Backend> Runner for ModelRunner<B> {
 
     fn reset(&mut self) {
         self.ready = None;
+    }
+
+    fn policy(&self) -> PolicyVersion {
+        self.model.backend().policy()
+    }
+
+    fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
+        let update = PolicyUpdate::from(self.model.set_adapters(active, mode)?);
+        self.memory.merged_bytes = update.merged_bytes;
+        Ok(update)
+    }
+
+    fn base_sha256(&mut self) -> Result<[u8; 32], Error> {
+        Ok(self.model.backend_mut().base_sha256()?)
+    }
+
+    fn served_sha256(&mut self) -> Result<[u8; 32], Error> {
+        Ok(self.model.backend_mut().served_sha256()?)
     }
 }

@@ -14,7 +14,10 @@
 //! pages' next owner writes in a step submitted after that.
 
 use crate::Error;
+use crate::adapters::{PolicyUpdate, base_policy};
+use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{PageCopy, PageTable, Slot};
+use qwen3_model::MergeMode;
 
 /// What a runner was built for. The scheduler takes the geometry of its page table from here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,8 +109,10 @@ pub struct SampledToken {
 /// Bytes that a runner holds, by what for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunnerMemory {
-    /// Weights.
+    /// Weights, without those that adapters added.
     pub weight_bytes: u64,
+    /// Merged weights beside the base.
+    pub merged_bytes: u64,
     /// KV cache, all pages.
     pub kv_bytes: u64,
 }
@@ -140,6 +145,45 @@ pub trait Runner {
 
     /// Forgets all uncollected steps.
     fn reset(&mut self);
+
+    /// The policy in force.
+    fn policy(&self) -> PolicyVersion {
+        base_policy()
+    }
+
+    /// Makes `active` the adapters in force, replacing those before; none is the base model. Called only while no
+    /// step is uncollected.
+    ///
+    /// # Errors
+    /// [`Error::AdaptersUnsupported`], as in this default, and errors of the adapters and the device. The previous
+    /// policy is then fully in force.
+    fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
+        let _ = active;
+        Err(Error::AdaptersUnsupported {
+            device: self.device(),
+            mode,
+        })
+    }
+
+    /// SHA-256 over all parameters of the base model, sorted by name, each as its name's bytes and then its raw
+    /// bytes.
+    ///
+    /// # Errors
+    /// [`Error::AdaptersUnsupported`], as in this default; errors of the device.
+    fn base_sha256(&mut self) -> Result<[u8; 32], Error> {
+        Err(Error::AdaptersUnsupported {
+            device: self.device(),
+            mode: MergeMode::Merged,
+        })
+    }
+
+    /// The same over the parameters that steps are computed with.
+    ///
+    /// # Errors
+    /// As for [`Runner::base_sha256`].
+    fn served_sha256(&mut self) -> Result<[u8; 32], Error> {
+        self.base_sha256()
+    }
 }
 
 impl<R: Runner + ?Sized> Runner for Box<R> {
@@ -165,5 +209,21 @@ impl<R: Runner + ?Sized> Runner for Box<R> {
 
     fn reset(&mut self) {
         (**self).reset();
+    }
+
+    fn policy(&self) -> PolicyVersion {
+        (**self).policy()
+    }
+
+    fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
+        (**self).set_adapters(active, mode)
+    }
+
+    fn base_sha256(&mut self) -> Result<[u8; 32], Error> {
+        (**self).base_sha256()
+    }
+
+    fn served_sha256(&mut self) -> Result<[u8; 32], Error> {
+        (**self).served_sha256()
     }
 }

@@ -23,10 +23,13 @@ mod sequence;
 
 use std::collections::{BTreeMap, VecDeque};
 
+use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{PageCopy, PageTable, PageTableConfig, Slot};
+use qwen3_model::MergeMode;
 use sequence::Sequence;
 
 use crate::Error;
+use crate::adapters::PolicyUpdate;
 use crate::completion::{Event, RequestId, TokenCompletion};
 use crate::request::SamplingParams;
 use crate::runner::{Runner, RunnerShape, SampledToken};
@@ -47,7 +50,7 @@ pub struct Scheduler<R> {
     /// Copies that reservations asked for and no step has carried yet.
     copies: Vec<(Slot, PageCopy)>,
     next_id: u64,
-    policy_version: u64,
+    policy: PolicyVersion,
     statistics: Statistics,
 }
 
@@ -77,6 +80,7 @@ impl<R: Runner> Scheduler<R> {
             max_pages_per_slot: shape.max_seq_length.div_ceil(shape.page_size),
         })?;
         Ok(Self {
+            policy: runner.policy(),
             runner,
             shape,
             pages,
@@ -86,7 +90,6 @@ impl<R: Runner> Scheduler<R> {
             in_flight: VecDeque::new(),
             copies: Vec::new(),
             next_id: 0,
-            policy_version: 0,
             statistics: Statistics::default(),
         })
     }
@@ -109,7 +112,7 @@ impl<R: Runner> Scheduler<R> {
         }
         self.waiting.insert(
             id,
-            Sequence::new(prompt, max_tokens, stop_token_ids, self.policy_version),
+            Sequence::new(prompt, max_tokens, stop_token_ids),
         );
         Ok(id)
     }
@@ -176,15 +179,20 @@ impl<R: Runner> Scheduler<R> {
 
     fn try_step(&mut self, events: &mut Vec<Event<TokenCompletion>>) -> Result<(), Error> {
         while self.in_flight.len() < self.shape.max_in_flight && self.submit_step()? {}
+        if !self.collect_step(events)? && self.has_unfinished() {
+            return Err(Error::Stalled {
+                waiting: self.waiting.len(),
+                running: self.running.len(),
+                free_pages: self.pages.free_pages(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Waits for the oldest step under way. False if there is none.
+    fn collect_step(&mut self, events: &mut Vec<Event<TokenCompletion>>) -> Result<bool, Error> {
         let Some(owners) = self.in_flight.pop_front() else {
-            if self.has_unfinished() {
-                return Err(Error::Stalled {
-                    waiting: self.waiting.len(),
-                    running: self.running.len(),
-                    free_pages: self.pages.free_pages(),
-                });
-            }
-            return Ok(());
+            return Ok(false);
         };
         let outputs = self.runner.collect()?;
         if outputs.len() != owners.len() {
@@ -196,7 +204,52 @@ impl<R: Runner> Scheduler<R> {
         for (request, output) in owners.into_iter().zip(outputs) {
             self.take_token(request, output, events)?;
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// Changes the policy between two steps. Waits for the steps under way first, which were sampled under the policy
+    /// so far; what they bring about is appended to `events`. Every sequence with a slot then gives its pages back and
+    /// is computed anew, as after a preemption: nothing computed under one policy is used under another.
+    ///
+    /// # Errors
+    /// Those of [`Runner::set_adapters`]: the previous policy is in force and requests go on under it. An error of a
+    /// step under way, as from [`Scheduler::step`], gives up all unfinished requests; the policy has not changed.
+    pub fn set_adapters(
+        &mut self,
+        active: &[ActiveAdapter],
+        mode: MergeMode,
+        events: &mut Vec<Event<TokenCompletion>>,
+    ) -> Result<PolicyUpdate, Error> {
+        loop {
+            match self.collect_step(events) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => {
+                    self.abort_all();
+                    return Err(error);
+                }
+            }
+        }
+        let mut update = self.runner.set_adapters(active, mode)?;
+        self.policy = update.version;
+        self.statistics.policy_changes += 1;
+        update.continued_requests = self.waiting.values().filter(|s| s.has_new_tokens()).count();
+        let running: Vec<_> = self.running.keys().copied().collect();
+        for request in running {
+            update.continued_requests += 1;
+            // The page table knows every slot of a running sequence: release does not fail.
+            if let Some(mut sequence) = self.release(request)? {
+                sequence.restart();
+                self.waiting.insert(request, sequence);
+            }
+        }
+        tracing::debug!(version = %update.version, continued = update.continued_requests, "policy changed");
+        Ok(update)
+    }
+
+    /// The policy in force.
+    pub fn policy(&self) -> PolicyVersion {
+        self.policy
     }
 
     /// Appends one sampled token to its sequence, and ends the sequence if that was its last.
@@ -220,7 +273,7 @@ impl<R: Runner> Scheduler<R> {
             });
             return Ok(());
         }
-        sequence.push(token);
+        sequence.push(token, self.policy);
         self.statistics.new_tokens += 1;
         events.push(Event::Token { request, token });
         if let Some(reason) = sequence.finish_reason()
@@ -311,6 +364,11 @@ impl<R: Runner> Scheduler<R> {
     /// The runner, to look at.
     pub fn runner(&self) -> &R {
         &self.runner
+    }
+
+    /// The runner, for what only it can do; not while steps are under way.
+    pub(crate) fn runner_mut(&mut self) -> &mut R {
+        &mut self.runner
     }
 
     /// Gives the runner back. Unfinished requests end without completions.

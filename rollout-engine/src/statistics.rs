@@ -18,7 +18,9 @@ pub struct Statistics {
     pub finished_requests: u64,
     /// Times that a running sequence gave its pages back for an older one.
     pub preemptions: u64,
-    /// Tokens computed once more because of preemption.
+    /// Changes of policy.
+    pub policy_changes: u64,
+    /// Tokens computed once more because of a preemption or a change of policy.
     pub resumed_tokens: u64,
     /// Rows computed after their sequence had ended, because the next step was under way already.
     pub wasted_rows: u64,

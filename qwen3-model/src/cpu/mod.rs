@@ -6,13 +6,16 @@ mod matmul;
 mod runtime_update;
 mod simd;
 
+use std::borrow::Cow;
 use std::path::Path;
+use std::time::Instant;
 
 use half::bf16;
-use lora_merge::{ActiveAdapter, DriftSubject, MergedStore, PolicyVersion, PristineSource, resolve};
+use lora_merge::{ActiveAdapter, DriftSubject, MergedStore, PolicyVersion, PristineSource, RefreshStep, resolve};
 use paged_kv::{KvCache, KvDtype, KvLayout, PageCopy};
 
-use crate::adapters::module_index;
+use crate::adapters::{has_effect, module_index};
+use crate::digest::{Parameter, Values, digest};
 use crate::{
     AdapterReport, Backend, Error, FusedMatrix, MergeMode, Model, Norm, PristineWeights, Qwen3Config, Result,
     RopeFrequencies, StepPlan, Weights, modules, walk,
@@ -150,6 +153,12 @@ impl CpuBackend {
     /// Pristine and merged weights of the modules that adapters may target.
     pub fn store(&self) -> &MergedStore<PristineWeights> {
         &self.store
+    }
+
+    /// Sets a hook that is asked before every step of a merge whether the step shall fail, for tests of what happens
+    /// then. Panics: none.
+    pub fn set_fault_hook(&mut self, hook: Option<Box<dyn FnMut(RefreshStep) -> bool + Send>>) {
+        self.store.set_fault_hook(hook);
     }
 
     /// The policy in force.
@@ -424,6 +433,7 @@ impl Backend for CpuBackend {
     }
 
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<AdapterReport> {
+        let start = Instant::now();
         let resolved = resolve(active, self.store.specs())?;
         let mut runtime: Vec<Option<RuntimeUpdate>> = resolved.updates().iter().map(|_| None).collect();
         let merged = match mode {
@@ -439,9 +449,12 @@ impl Backend for CpuBackend {
                 &[]
             }
         };
+        let updates = resolved.updates().iter().flatten();
+        let effective = updates.clone().filter(|update| has_effect(update)).count();
         // The last step that can fail, and it leaves the store as it was if it does.
         let refresh = self.store.refresh(merged)?;
-        self.runtime = runtime;
+        let was_runtime = std::mem::replace(&mut self.runtime, runtime).iter().any(Option::is_some);
+        let same_policy = self.version.sha256 == resolved.digest() && was_runtime;
         self.version = PolicyVersion {
             number: self.version.number + 1,
             sha256: resolved.digest(),
@@ -449,10 +462,75 @@ impl Backend for CpuBackend {
         Ok(AdapterReport {
             version: self.version,
             mode,
-            adapted_modules: resolved.updates().iter().flatten().count(),
+            adapted_modules: updates.count(),
             warnings: resolved.warnings().to_vec(),
-            refresh,
+            changed_modules: match mode {
+                MergeMode::Merged => refresh.changed_modules,
+                MergeMode::Unmerged if same_policy => 0,
+                MergeMode::Unmerged => effective.max(refresh.changed_modules),
+            },
+            differs_from_base: match mode {
+                MergeMode::Merged => refresh.differs_from_base,
+                MergeMode::Unmerged => effective > 0,
+            },
+            recomputed: refresh.recomputed,
+            memory: self.store.memory(),
+            elapsed: start.elapsed(),
         })
+    }
+
+    fn policy(&self) -> PolicyVersion {
+        self.version
+    }
+
+    fn base_sha256(&mut self) -> Result<[u8; 32]> {
+        let this = &*self;
+        digest(&self.config, |parameter| {
+            Ok(match parameter {
+                Parameter::Weight(module) => this.matrix(this.store.source().slice(module)),
+                other => this.other_parameter(other),
+            })
+        })
+    }
+
+    fn served_sha256(&mut self) -> Result<[u8; 32]> {
+        let this = &*self;
+        digest(&self.config, |parameter| {
+            Ok(match parameter {
+                Parameter::Weight(module) => this.matrix(this.store.weight(module)),
+                Parameter::Bias(module) => match this.store.bias(module) {
+                    Some(bias) => Values::Bias(Cow::Borrowed(bias)),
+                    None => Values::Absent,
+                },
+                other => this.other_parameter(other),
+            })
+        })
+    }
+}
+
+impl CpuBackend {
+    /// A parameter of the base, but for the matrices of modules and their biases.
+    fn other_parameter(&self, parameter: Parameter) -> Values<'_> {
+        let weights = self.weights();
+        let norm = |values| Values::Norm(Cow::Borrowed(values));
+        match parameter {
+            Parameter::Embedding => Values::Matrix(Cow::Borrowed(weights.embed_tokens.data())),
+            Parameter::FinalNorm => norm(&weights.norm),
+            Parameter::InputNorm(layer) => norm(&weights.layers[layer].input_norm),
+            Parameter::PostAttentionNorm(layer) => norm(&weights.layers[layer].post_attention_norm),
+            Parameter::QueryNorm(layer) => norm(&weights.layers[layer].q_norm),
+            Parameter::KeyNorm(layer) => norm(&weights.layers[layer].k_norm),
+            Parameter::Weight(_) | Parameter::Bias(_) => Values::Absent,
+        }
+    }
+
+    /// A module's matrix, unless it is the embedding itself.
+    fn matrix<'a>(&'a self, data: Option<&'a [bf16]>) -> Values<'a> {
+        let embedding = self.weights().embed_tokens.data();
+        match data {
+            Some(data) if !std::ptr::eq(data, embedding) => Values::Matrix(Cow::Borrowed(data)),
+            _ => Values::Absent,
+        }
     }
 }
 
@@ -485,16 +563,16 @@ fn complete(
     }
 }
 
-/// `verify_no_drift` over the modules that adapters may target.
+/// `verify_no_drift` over all parameters.
 impl DriftSubject for CpuBackend {
     type Error = Error;
 
     fn base_digest(&mut self) -> Result<[u8; 32]> {
-        Ok(self.store.base_digest()?)
+        self.base_sha256()
     }
 
     fn served_digest(&mut self) -> Result<[u8; 32]> {
-        Ok(self.store.served_digest())
+        self.served_sha256()
     }
 
     fn refresh(&mut self, active: &[ActiveAdapter]) -> Result<()> {

@@ -27,6 +27,9 @@ pub(super) enum Command {
     /// Measure tokens per second on a fixed workload, by default with the bundled model; needs a GPU.
     #[cfg(feature = "cuda")]
     Bench(super::bench::BenchArgs),
+    /// Prove that merging adapters leaves the base weights as they are: perturb and merge many times, compare
+    /// SHA-256 digests, print a JSON report. Exit code 1 on drift.
+    VerifyNoDrift(super::verify_no_drift::VerifyArgs),
     /// Print a model's shape, its parameter count, the KV cache's bytes per token, and what fits in memory.
     Inspect(InspectArgs),
 }
@@ -36,6 +39,16 @@ pub(super) struct GenerateArgs {
     /// Model folder in Hugging Face form (config.json, *.safetensors, tokenizer.json). Default: the bundled model.
     #[arg(long, value_name = "DIR")]
     pub(super) model: Option<PathBuf>,
+
+    /// LoRA adapter to generate with, a PEFT folder (adapter_config.json, adapter_model.safetensors). May be given
+    /// several times: the adapters then apply together.
+    #[arg(long, value_name = "DIR")]
+    pub(super) adapter: Vec<PathBuf>,
+
+    /// Apply adapters at run time, next to the base weights, instead of merging them: slower, the reference for the
+    /// merged form. CPU only so far.
+    #[arg(long, requires = "adapter")]
+    pub(super) no_merge_lora: bool,
 
     /// One prompt, as text. Default: a few bundled maths prompts.
     #[arg(
@@ -136,7 +149,7 @@ pub(super) fn positive(text: &str) -> Result<usize, String> {
     }
 }
 
-fn device(text: &str) -> Result<DeviceChoice, String> {
+pub(super) fn device(text: &str) -> Result<DeviceChoice, String> {
     text.parse()
         .map_err(|_| "use auto, cpu or cuda:N, such as cuda:0".to_string())
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use qwen3_model::MergeMode;
+
 use super::args::GenerateArgs;
 use super::input::{self, Job};
 use super::output::Output;
@@ -30,16 +32,26 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let jobs = input::jobs(args, has_template)?;
     let progress = Progress::new(args.quiet);
     progress.spinner("loading the model");
-    let built = Engine::builder()
+    let mut builder = Engine::builder()
         .model(&model_dir)
         .device(args.device)
         .pool(args.pool())
-        .capture_graphs(!args.no_capture_cudagraph)
-        .build_with_notice();
+        .capture_graphs(!args.no_capture_cudagraph);
+    for dir in &args.adapter {
+        builder = builder.adapter(dir);
+    }
+    if args.no_merge_lora {
+        builder = builder.merge_mode(MergeMode::Unmerged);
+    }
+    let built = builder.build_with_notice();
     progress.clear();
     let mut built = built?;
     if let (Some(notice), false) = (&built.notice, args.quiet) {
         report(notice);
+    }
+    if let (Some(policy), false) = (&built.policy, args.quiet) {
+        policy.warnings.iter().for_each(|warning| report(warning));
+        policy.remark().into_iter().for_each(report);
     }
     // A second signal does not wait for the step to end. That no handler can be set only takes the grace away.
     let _ = ctrlc::set_handler(|| {

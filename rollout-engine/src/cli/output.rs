@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::CliError;
 use super::input::Job;
+use crate::adapters::PolicySpan;
 use crate::completion::{Completion, FinishReason};
 
 /// A line of the output file.
@@ -22,7 +23,9 @@ struct Line<'a> {
     text: &'a str,
     finish_reason: FinishReason,
     logprobs: &'a [f32],
+    /// Number of the policy of the last token.
     policy_version: u64,
+    policies: &'a [PolicySpan],
 }
 
 /// Takes completions in any order.
@@ -81,7 +84,8 @@ impl Output {
                     text: &completion.text,
                     finish_reason: completion.finish_reason,
                     logprobs: &completion.logprobs,
-                    policy_version: completion.policy_version,
+                    policy_version: completion.policies.last().map_or(0, |span| span.version.number),
+                    policies: &completion.policies,
                 };
                 let mut text = serde_json::to_string(&line)
                     .map_err(|e| CliError::Failed(format!("{}: {e}", path.display())))?;

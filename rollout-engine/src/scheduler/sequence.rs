@@ -1,7 +1,9 @@
 //! One request on its way through the scheduler.
 
+use lora_merge::PolicyVersion;
 use paged_kv::Slot;
 
+use crate::adapters::PolicySpan;
 use crate::completion::{FinishReason, TokenCompletion};
 use crate::runner::SampledToken;
 
@@ -20,7 +22,7 @@ pub(super) struct Sequence {
     /// Most tokens of prompt and completion together.
     pub(super) max_tokens: usize,
     stop_token_ids: Vec<u32>,
-    policy_version: u64,
+    policies: Vec<PolicySpan>,
     /// Set while running.
     pub(super) slot: Option<Slot>,
     /// Positions whose KV has been written by submitted steps.
@@ -36,19 +38,14 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub(super) fn new(
-        prompt: Vec<u32>,
-        max_tokens: usize,
-        stop_token_ids: Vec<u32>,
-        policy_version: u64,
-    ) -> Self {
+    pub(super) fn new(prompt: Vec<u32>, max_tokens: usize, stop_token_ids: Vec<u32>) -> Self {
         Self {
             prompt_len: prompt.len(),
             token_ids: prompt,
             logprobs: Vec::new(),
             max_tokens,
             stop_token_ids,
-            policy_version,
+            policies: Vec::new(),
             slot: None,
             computed: 0,
             in_flight: 0,
@@ -58,10 +55,22 @@ impl Sequence {
         }
     }
 
-    pub(super) fn push(&mut self, token: SampledToken) {
+    /// Takes a token that was sampled under a policy.
+    pub(super) fn push(&mut self, token: SampledToken, version: PolicyVersion) {
+        if self.policies.last().map(|span| span.version) != Some(version) {
+            self.policies.push(PolicySpan {
+                first_token: self.token_ids.len() - self.prompt_len,
+                version,
+            });
+        }
         self.token_ids.push(token.token);
         self.logprobs.push(token.logprob);
         self.in_flight -= 1;
+    }
+
+    /// Whether any token was sampled.
+    pub(super) fn has_new_tokens(&self) -> bool {
+        self.token_ids.len() > self.prompt_len
     }
 
     /// Whether a decode row can be submitted: its input token is known or under way, and its output is wanted.
@@ -89,7 +98,7 @@ impl Sequence {
         }
     }
 
-    /// Forgets everything that was computed. To be called when nothing of the sequence is in flight.
+    /// Forgets everything that was computed, to compute it anew. To be called when nothing of the sequence is in flight.
     pub(super) fn restart(&mut self) {
         self.slot = None;
         self.computed = 0;
@@ -104,7 +113,7 @@ impl Sequence {
             token_ids,
             logprobs: self.logprobs,
             finish_reason,
-            policy_version: self.policy_version,
+            policies: self.policies,
         }
     }
 }
