@@ -44,7 +44,10 @@ fn parameters(config: &Qwen3Config) -> Vec<(String, Parameter)> {
     for layer in 0..config.n_layers {
         let name = |name: &str| format!("model.layers.{layer}.{name}.weight");
         all.push((name("input_layernorm"), Parameter::InputNorm(layer)));
-        all.push((name("post_attention_layernorm"), Parameter::PostAttentionNorm(layer)));
+        all.push((
+            name("post_attention_layernorm"),
+            Parameter::PostAttentionNorm(layer),
+        ));
         all.push((name("self_attn.q_norm"), Parameter::QueryNorm(layer)));
         all.push((name("self_attn.k_norm"), Parameter::KeyNorm(layer)));
     }

@@ -134,7 +134,10 @@ impl FakeRunner {
                 let token = prompt
                     .get(position)
                     .or_else(|| completion.get(position - prompt.len()));
-                hash = fold(hash, cell(token.copied().unwrap_or_default(), position) ^ salt(policy));
+                hash = fold(
+                    hash,
+                    cell(token.copied().unwrap_or_default(), position) ^ salt(policy),
+                );
             }
             fed = prompt.len() + completion.len();
             let token = token_of(hash, vocab_size);
@@ -305,9 +308,7 @@ impl Runner for FakeRunner {
             return Err(self.error("told to fail".into()));
         }
         let mut sha = Sha256::new();
-        active
-            .iter()
-            .for_each(|a| sha.update(a.adapter.digest()));
+        active.iter().for_each(|a| sha.update(a.adapter.digest()));
         let sha256 = match active {
             [] => base_policy().sha256,
             _ => sha.finalize().into(),

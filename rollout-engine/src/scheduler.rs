@@ -110,10 +110,8 @@ impl<R: Runner> Scheduler<R> {
         if !sampling.ignore_eos {
             stop_token_ids.extend_from_slice(&self.eos_token_ids);
         }
-        self.waiting.insert(
-            id,
-            Sequence::new(prompt, max_tokens, stop_token_ids),
-        );
+        self.waiting
+            .insert(id, Sequence::new(prompt, max_tokens, stop_token_ids));
         Ok(id)
     }
 

@@ -135,13 +135,20 @@ fn tensors(dir: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
         serde_json::from_slice(&bytes[8..8 + header]).expect("JSON");
     let mut out = BTreeMap::new();
     for (name, info) in map.iter().filter(|(name, _)| *name != "__metadata__") {
-        assert_eq!(info["dtype"], "F32");
-        let numbers = |key: &str| -> Vec<usize> {
-            serde_json::from_value(info[key].clone()).expect("numbers")
-        };
+        let numbers =
+            |key: &str| -> Vec<usize> { serde_json::from_value(info[key].clone()).expect("numbers") };
         let (shape, place) = (numbers("shape"), numbers("data_offsets"));
-        let data = bytes[8 + header + place[0]..8 + header + place[1]].chunks_exact(4);
-        let values = data.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        let data = &bytes[8 + header + place[0]..8 + header + place[1]];
+        let halves = data.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+        let values = match info["dtype"].as_str() {
+            Some("F32") => data
+                .chunks_exact(4)
+                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+                .collect(),
+            Some("BF16") => halves.map(|b| half::bf16::from_bits(b).to_f32()).collect(),
+            Some("F16") => halves.map(|b| half::f16::from_bits(b).to_f32()).collect(),
+            other => panic!("{name} is {other:?}"),
+        };
         out.insert(name.clone(), (shape, values));
     }
     out
@@ -203,20 +210,36 @@ fn a_folder_with_new_values_is_read_again_by_refresh() {
     let mut engine = engine("", MergeMode::Merged);
     engine.load_adapter(dir.path()).expect("loads");
     let golden_qv = golden("qv-r8");
-    agree("qv-r8", &golden_qv, &completions(&mut engine, &requests(&golden_qv)));
+    agree(
+        "qv-r8",
+        &golden_qv,
+        &completions(&mut engine, &requests(&golden_qv)),
+    );
     copy("mult-r32");
     let update = engine.refresh().expect("refreshes");
     assert!(update.changed && update.version.number == 2);
     let golden_mult = golden("mult-r32");
-    agree("mult-r32", &golden_mult, &completions(&mut engine, &requests(&golden_mult)));
+    agree(
+        "mult-r32",
+        &golden_mult,
+        &completions(&mut engine, &requests(&golden_mult)),
+    );
     // A folder that is gone leaves the policy in force.
     std::fs::remove_file(dir.path().join("adapter_model.safetensors")).expect("removed");
     assert!(matches!(engine.refresh(), Err(Error::Adapter(_))));
     assert_eq!(engine.policy(), update.version);
-    agree("mult-r32", &golden_mult, &completions(&mut engine, &requests(&golden_mult)));
+    agree(
+        "mult-r32",
+        &golden_mult,
+        &completions(&mut engine, &requests(&golden_mult)),
+    );
     engine.unload_adapters().expect("unloads");
     let golden_base = golden("base");
-    agree("base", &golden_base, &completions(&mut engine, &requests(&golden_base)));
+    agree(
+        "base",
+        &golden_base,
+        &completions(&mut engine, &requests(&golden_base)),
+    );
 }
 
 #[test]
@@ -225,7 +248,11 @@ fn an_adapter_without_effect_is_reported() {
     let zeros: BTreeMap<_, _> = tensors(&dir)
         .into_iter()
         .map(|(name, (shape, values))| {
-            let values = if name.contains("lora_B") { vec![0.0; values.len()] } else { values };
+            let values = if name.contains("lora_B") {
+                vec![0.0; values.len()]
+            } else {
+                values
+            };
             (name, (shape, values))
         })
         .collect();
@@ -334,7 +361,9 @@ fn sequences_preempted_before_a_change_resume_under_the_new_policy() {
             max_new_tokens: 20,
             ..SamplingParams::default()
         };
-        let prompts: Vec<Vec<u32>> = (0..6u32).map(|i| (0..=i % 3 + 3).map(|j| 7 * i + j).collect()).collect();
+        let prompts: Vec<Vec<u32>> = (0..6u32)
+            .map(|i| (0..=i % 3 + 3).map(|j| 7 * i + j).collect())
+            .collect();
         for prompt in &prompts {
             scheduler.submit(prompt.clone(), &sampling).expect("accepted");
         }
@@ -344,7 +373,9 @@ fn sequences_preempted_before_a_change_resume_under_the_new_policy() {
             scheduler.step(&mut events).expect("runs");
             if scheduler.statistics().steps > 9 * (changes + 1) {
                 let active = if changes % 2 == 0 {
-                    vec![ActiveAdapter::new(Adapter::load(adapter("qv-r8")).expect("loads"))]
+                    vec![ActiveAdapter::new(
+                        Adapter::load(adapter("qv-r8")).expect("loads"),
+                    )]
                 } else {
                     vec![]
                 };
@@ -360,13 +391,19 @@ fn sequences_preempted_before_a_change_resume_under_the_new_policy() {
         let mut mixed = 0;
         let mut finished = 0;
         for event in events {
-            let Event::Finished { result, .. } = event else { continue };
+            let Event::Finished { result, .. } = event else {
+                continue;
+            };
             let completion = result.expect("completes");
             finished += 1;
             mixed += usize::from(completion.policies.len() > 1);
             assert_eq!(completion.policies[0].first_token, 0);
             let ends = completion.policies.iter().skip(1).map(|span| span.first_token);
-            for (span, end) in completion.policies.iter().zip(ends.chain([completion.token_ids.len()])) {
+            for (span, end) in completion
+                .policies
+                .iter()
+                .zip(ends.chain([completion.token_ids.len()]))
+            {
                 let known: Vec<u32> = (completion.prompt_token_ids.iter())
                     .chain(&completion.token_ids[..span.first_token])
                     .copied()
@@ -394,7 +431,11 @@ fn a_change_that_fails_disturbs_no_request() {
     while scheduler.has_unfinished() {
         scheduler.step(&mut events).expect("runs");
         let policy = scheduler.policy();
-        assert!(scheduler.set_adapters(&[], MergeMode::Merged, &mut events).is_err());
+        assert!(
+            scheduler
+                .set_adapters(&[], MergeMode::Merged, &mut events)
+                .is_err()
+        );
         assert_eq!(scheduler.policy(), policy);
     }
     let Some(Event::Finished { result: Ok(done), .. }) = events.pop() else {
@@ -411,7 +452,10 @@ fn a_merge_that_fails_at_any_step_leaves_the_policy_in_force() {
     (options.n_pages, options.page_size) = (65, 16);
     let mut model = Model::load(model(), &options).expect("loads");
     // The step that fails, and how many steps were asked.
-    let (fails_at, asked) = (Arc::new(AtomicUsize::new(usize::MAX)), Arc::new(AtomicUsize::new(0)));
+    let (fails_at, asked) = (
+        Arc::new(AtomicUsize::new(usize::MAX)),
+        Arc::new(AtomicUsize::new(0)),
+    );
     let hook = {
         let (fails_at, asked) = (fails_at.clone(), asked.clone());
         move |_| asked.fetch_add(1, Ordering::SeqCst) == fails_at.load(Ordering::SeqCst)
@@ -449,7 +493,10 @@ fn a_merge_that_fails_at_any_step_leaves_the_policy_in_force() {
         let Some(Event::Finished { result: Ok(done), .. }) = last else {
             panic!("no completion")
         };
-        assert_eq!((&done.token_ids, &done.logprobs), (&expected[0].token_ids, &expected[0].logprobs));
+        assert_eq!(
+            (&done.token_ids, &done.logprobs),
+            (&expected[0].token_ids, &expected[0].logprobs)
+        );
         assert_eq!(done.policies, expected[0].policies, "step {n}");
         n += 1;
     }
@@ -459,7 +506,9 @@ fn a_merge_that_fails_at_any_step_leaves_the_policy_in_force() {
 #[test]
 fn an_engine_does_not_drift() {
     let mut engine = engine("", MergeMode::Merged);
-    let active = [ActiveAdapter::new(Adapter::load(adapter("mult-r32")).expect("loads"))];
+    let active = [ActiveAdapter::new(
+        Adapter::load(adapter("mult-r32")).expect("loads"),
+    )];
     let mut options = DriftOptions::default();
     options.iterations = 3;
     let report = verify_no_drift(&mut engine, &active, &options).expect("runs");

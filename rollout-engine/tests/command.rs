@@ -174,13 +174,16 @@ fn lines_of_all_forms_become_lines_with_all_fields() {
                 "text",
                 "finish_reason",
                 "logprobs",
-                "policy_version"
+                "policy_version",
+                "policies"
             ]
         );
         let tokens = line["token_ids"].as_array().expect("a list").len();
         assert_eq!(line["logprobs"].as_array().expect("a list").len(), tokens);
         assert_eq!(line["index"], 0);
         assert_eq!(line["policy_version"], 0);
+        assert_eq!(line["policies"][0]["first_token"], 0);
+        assert_eq!(line["policies"][0]["sha256"].as_str().map(str::len), Some(64));
     }
     let [count, repeat, ids] = &lines[..] else {
         unreachable!("three lines")
@@ -658,5 +661,115 @@ fn help_explains_every_flag() {
     assert_eq!(
         run(&["--version"]).stdout,
         concat!("rollout ", env!("CARGO_PKG_VERSION"), "\n")
+    );
+}
+
+fn adapter(name: &str) -> String {
+    format!("{}/../fixtures/adapters/{name}", env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn adapters_change_completions_and_name_their_policy() {
+    let generate = |extra: &[&str]| -> Vec<Value> {
+        let mut args = vec![
+            "generate",
+            "--device",
+            "cpu",
+            "--quiet",
+            "--max-new-tokens",
+            "12",
+            "--output",
+            "-",
+        ];
+        args.extend_from_slice(extra);
+        let outcome = run(&args);
+        assert_eq!((outcome.code, outcome.stderr.as_str()), (Some(0), ""));
+        let mut lines = lines(&outcome.stdout);
+        lines.sort_by_key(|line| line["id"].to_string());
+        lines
+    };
+    let (first, second) = (adapter("mult-r32"), adapter("qv-r8"));
+    let base = generate(&[]);
+    let merged = generate(&["--adapter", &first, "--adapter", &second]);
+    let run_time = generate(&["--adapter", &second, "--adapter", &first, "--no-merge-lora"]);
+    assert!(
+        base.iter()
+            .zip(&merged)
+            .any(|(a, b)| a["token_ids"] != b["token_ids"])
+    );
+    for (merged, run_time) in merged.iter().zip(&run_time) {
+        assert_eq!(merged["token_ids"], run_time["token_ids"]);
+        assert_eq!(merged["policy_version"], 1);
+        assert_eq!(merged["policies"], run_time["policies"], "whatever the order");
+        assert_ne!(merged["policies"][0]["sha256"], base[0]["policies"][0]["sha256"]);
+    }
+}
+
+#[test]
+fn an_adapter_that_cannot_be_used_ends_the_command_before_it_generates() {
+    for (args, code) in [
+        (vec!["generate", "--device", "cpu", "--adapter", "not-there"], 1),
+        (vec!["generate", "--device", "cpu", "--no-merge-lora"], 2),
+        (vec!["verify-no-drift"], 2),
+        (vec!["verify-no-drift", "--adapter", "not-there"], 1),
+        (vec!["verify-no-drift", "--adapter", "x", "--iterations", "0"], 2),
+        (vec!["verify-no-drift", "--adapter", "x", "--noise", "nan"], 2),
+    ] {
+        let outcome = run(&args);
+        assert_eq!(
+            (outcome.code, outcome.stdout.as_str()),
+            (Some(code), ""),
+            "{args:?}"
+        );
+        assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
+    }
+}
+
+#[test]
+fn the_bundled_model_does_not_drift() {
+    let adapter = adapter("mult-r32");
+    let args = [
+        "verify-no-drift",
+        "--device",
+        "cpu",
+        "--adapter",
+        &adapter,
+        "--iterations",
+        "3",
+        "--noise",
+        "0.02",
+    ];
+    let outcome = run(&args);
+    assert_eq!((outcome.code, outcome.stderr.as_str()), (Some(0), ""));
+    let report: Value = serde_json::from_str(&outcome.stdout).expect("JSON");
+    let keys: Vec<&str> = report
+        .as_object()
+        .expect("an object")
+        .keys()
+        .map(String::as_str)
+        .collect();
+    assert_eq!(
+        keys,
+        [
+            "mode",
+            "n_iters",
+            "noise_scale",
+            "base_hash_before",
+            "base_hash_after",
+            "base_bit_identical",
+            "inference_hash_initial_merged",
+            "inference_hash_after_restore",
+            "inference_deterministic"
+        ]
+    );
+    assert_eq!(
+        (&report["mode"], &report["n_iters"]),
+        (&"merged".into(), &3.into())
+    );
+    assert_eq!(report["base_bit_identical"], true);
+    assert_eq!(report["inference_deterministic"], true);
+    assert_ne!(
+        report["base_hash_before"],
+        report["inference_hash_initial_merged"]
     );
 }

@@ -11,7 +11,9 @@ use std::path::Path;
 use std::time::Instant;
 
 use half::bf16;
-use lora_merge::{ActiveAdapter, DriftSubject, MergedStore, PolicyVersion, PristineSource, RefreshStep, resolve};
+use lora_merge::{
+    ActiveAdapter, DriftSubject, MergedStore, PolicyVersion, PristineSource, RefreshStep, resolve,
+};
 use paged_kv::{KvCache, KvDtype, KvLayout, PageCopy};
 
 use crate::adapters::{has_effect, module_index};
@@ -453,7 +455,9 @@ impl Backend for CpuBackend {
         let effective = updates.clone().filter(|update| has_effect(update)).count();
         // The last step that can fail, and it leaves the store as it was if it does.
         let refresh = self.store.refresh(merged)?;
-        let was_runtime = std::mem::replace(&mut self.runtime, runtime).iter().any(Option::is_some);
+        let was_runtime = std::mem::replace(&mut self.runtime, runtime)
+            .iter()
+            .any(Option::is_some);
         let same_policy = self.version.sha256 == resolved.digest() && was_runtime;
         self.version = PolicyVersion {
             number: self.version.number + 1,
