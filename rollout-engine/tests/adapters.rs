@@ -184,8 +184,10 @@ fn folder_bytes_and_tensors_give_the_same_policy() {
         Adapter::load(&dir).expect("loads").into(),
     ];
     for source in sources {
+        // The digest is one of bytes: the folder's tensors are bf16, the slices f32.
+        let same_bytes = !matches!(source, AdapterSource::Tensors { .. });
         let update = engine.load_adapter(source).expect("loads");
-        assert_eq!(update.version.sha256, first.version.sha256);
+        assert_eq!(update.version.sha256 == first.version.sha256, same_bytes);
         assert!(!update.changed, "the same weights again");
         assert_eq!(
             update.remark(),
