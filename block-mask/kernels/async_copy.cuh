@@ -23,6 +23,16 @@ __device__ __forceinline__ void stage_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Adds 1 to a counter and returns what it was. What this thread wrote, or saw another thread of its block write before a
+// barrier, is visible to whoever reads the larger count and then fences.
+__device__ __forceinline__ u32 arrive_release(u32* count) {
+  u32 before;
+  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ void fence_acquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // Loads that see what other blocks of this launch wrote before a fence (the first-level cache is not coherent).
 __device__ __forceinline__ float4 load_coherent(const float4* p) { return __ldcg(p); }
 __device__ __forceinline__ float2 load_coherent(const float2* p) { return __ldcg(p); }

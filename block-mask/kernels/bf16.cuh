@@ -27,6 +27,10 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return r;
 }
 
+// x * y, rounded: never joined with a following addition into one rounding. The compiler decides on such a join for each
+// unrolled copy of a statement anew; where it may not choose, the same numbers give the same bits in every lane and tile.
+__device__ __forceinline__ float product(float x, float y) { return __fmul_rn(x, y); }
+
 #define NEG_INFINITY __uint_as_float(0xff800000u)
 #define LOG2_E 1.4426950408889634f
 #define LN_2 0.6931471805599453f

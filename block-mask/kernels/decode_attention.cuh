@@ -11,7 +11,9 @@
 //
 // At the end of an item the warps' sums are added in the order of the warps. A row of one split is then written out; of
 // several, each block leaves its part in `partial`, and the block that arrives last adds the parts in the order of the
-// splits. The order of every sum depends on the row's length only: not on the batch, the grid or the pages.
+// splits. Arriving costs no wait: a block asks the row's counter how many came before it, goes on with its next item, and
+// merges after that one. The order of every sum depends on the row's length and on the tokens of a split only: not on the
+// other rows, the grid or the pages.
 //
 // Compile-time: HEAD_DIM, N_TILES (1 or 2), STAGES, WARPS.
 #pragma once
@@ -126,6 +128,12 @@ __device__ __forceinline__ void decode_load_query(u32 (&q)[N_TILES][HEAD_DIM / 1
   }
 }
 
+// A row whose split this block has written out: whether it was the last one to arrive is learnt an item later.
+struct PendingRow {
+  int row, head, splits;  // splits <= 1: there is nothing to merge
+  u32 arrived_before;     // in thread 0
+};
+
 // The running sum of one warp: heads 8 n + 2 t and the next; elements 16 m + g and 16 m + g + 8.
 struct DecodeState {
   float sum[HEAD_DIM / 16][N_TILES][4];
@@ -179,9 +187,9 @@ __device__ __forceinline__ void decode_step(DecodeState& s, const u32 (&q)[N_TIL
 #endif
 #if HAS_SCORE_MOD
       if (visible)
-        score[n][i] = score_mod(score[n][i] * p.scale, item.row, head * p.group + in_group, item.position, kv, *p.captures) * LOG2_E;
+        score[n][i] = product(score_mod(product(score[n][i], p.scale), item.row, head * p.group + in_group, item.position, kv, *p.captures), LOG2_E);
 #else
-      score[n][i] *= p.scale * LOG2_E;
+      score[n][i] = product(score[n][i], p.scale * LOG2_E);
 #endif
       if (!visible) score[n][i] = NEG_INFINITY;
     }
@@ -197,7 +205,7 @@ __device__ __forceinline__ void decode_step(DecodeState& s, const u32 (&q)[N_TIL
       s.maximum[n][j] = maximum;
       score[n][j] = exp2_approx(score[n][j] - base);
       score[n][j + 2] = exp2_approx(score[n][j + 2] - base);
-      s.total[n][j] = s.total[n][j] * rescale[n][j] + (score[n][j] + score[n][j + 2]);
+      s.total[n][j] = fmaf(s.total[n][j], rescale[n][j], score[n][j] + score[n][j + 2]);
     }
     weights[n][0] = transpose_matrix(pack_bf16(score[n][0], score[n][1]));
     weights[n][1] = transpose_matrix(pack_bf16(score[n][2], score[n][3]));
@@ -222,41 +230,82 @@ __device__ __forceinline__ void store_output(const DecodeParams& p, int row, int
   *reinterpret_cast<uint2*>(p.out + ((i64)row * p.heads + head) * HEAD_DIM + column) = packed;
 }
 
-// Adds the splits of (row, KV head) in their order and writes the output.
-__device__ __forceinline__ void decode_merge_splits(const DecodeParams& p, const DecodeItem& item, int head, int thread) {
-  const i64 base = ((i64)item.row * p.kv_heads + head) * p.max_splits * p.group;
+// sum += x * weight
+__device__ __forceinline__ void add_weighted(float4& sum, const float4& x, float weight) {
+  sum.x = fmaf(x.x, weight, sum.x), sum.y = fmaf(x.y, weight, sum.y);
+  sum.z = fmaf(x.z, weight, sum.z), sum.w = fmaf(x.w, weight, sum.w);
+}
+
+// Adds the splits of (row, KV head) in their order and writes the output. The parts come from the second-level cache:
+// those of MERGE_SPLITS splits are asked for together, so that a row costs one wait for memory for every so many.
+constexpr int MERGE_SPLITS = 16;
+
+__device__ __forceinline__ void decode_merge_splits(const DecodeParams& p, const PendingRow& row, int thread) {
+  const i64 base = ((i64)row.row * p.kv_heads + row.head) * p.max_splits * p.group;
   constexpr int VECTORS = HEAD_DIM / 4;
   for (int u = thread; u < p.group * VECTORS; u += DECODE_THREADS) {
     const int in_group = u / VECTORS, column = u % VECTORS * 4;
-    const float2* sums = p.partial_sums + base + in_group;
-    float maximum = NEG_INFINITY;
-#pragma unroll 4
-    for (int s = 0; s < item.splits; s++) maximum = fmaxf(maximum, load_coherent(sums + s * p.group).x);
-    const float relative_to = finite_maximum(maximum);
-    float total = 0.f;
+    const float2* softmax = p.partial_sums + base + in_group;
+    const float* sums = p.partial + (base + in_group) * HEAD_DIM + column;
+    float maximum = NEG_INFINITY, total = 0.f;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-    for (int s = 0; s < item.splits; s++) {
-      const float2 part = load_coherent(sums + s * p.group);
-      const float4 x = load_coherent(reinterpret_cast<const float4*>(
-          p.partial + (base + (i64)s * p.group + in_group) * HEAD_DIM + column));
-      const float weight = exp2_approx(part.x - relative_to);
-      total += part.y * weight;
-      sum.x += x.x * weight, sum.y += x.y * weight, sum.z += x.z * weight, sum.w += x.w * weight;
+    for (int first = 0; first < row.splits; first += MERGE_SPLITS) {
+      float2 part[MERGE_SPLITS];
+      float4 x[MERGE_SPLITS];
+#pragma unroll
+      for (int i = 0; i < MERGE_SPLITS; i++) {
+        const int s = first + i;
+        part[i] = make_float2(NEG_INFINITY, 0.f);
+        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (s < row.splits) {
+          part[i] = load_coherent(softmax + s * p.group);
+          x[i] = load_coherent(reinterpret_cast<const float4*>(sums + (i64)s * p.group * HEAD_DIM));
+        }
+      }
+      float larger = maximum;
+#pragma unroll
+      for (int i = 0; i < MERGE_SPLITS; i++) larger = fmaxf(larger, part[i].x);
+      const float relative_to = finite_maximum(larger), rescale = exp2_approx(maximum - relative_to);
+      maximum = larger;
+      total *= rescale;
+      sum.x *= rescale, sum.y *= rescale, sum.z *= rescale, sum.w *= rescale;
+#pragma unroll
+      for (int i = 0; i < MERGE_SPLITS; i++) {
+        const float weight = exp2_approx(part[i].x - relative_to);
+        total = fmaf(part[i].y, weight, total);
+        add_weighted(sum, x[i], weight);
+      }
     }
-    const int h = head * p.group + in_group;
-    store_output(p, item.row, h, column, sum, inverse_sum(total));
-    if (p.lse && column == 0) p.lse[(i64)item.row * p.heads + h] = log_sum_exp(maximum, total);
+    const int h = row.head * p.group + in_group;
+    store_output(p, row.row, h, column, sum, inverse_sum(total));
+    if (p.lse && column == 0) p.lse[(i64)row.row * p.heads + h] = log_sum_exp(maximum, total);
   }
 }
 
-// Adds the warps' sums, hands the item's result on, and merges the row if this was its last split.
+// Says in `flag`, after the next barrier, whether this block's split was the last of the pending row to arrive.
+__device__ __forceinline__ void decode_settle_arrival(const DecodeParams& p, const PendingRow& row, u32* flag, int thread) {
+  if (thread != 0 || row.splits <= 1) return;
+  const bool last = row.arrived_before == (u32)row.splits - 1;
+  if (last) {
+    fence_acquire();                                         // the other blocks' parts are seen after the barrier
+    p.arrived[(i64)row.row * p.kv_heads + row.head] = 0;  // ready for the next launch
+  }
+  *flag = last;
+}
+
+__device__ __forceinline__ u32* decode_flag(const DecodeParams& p, unsigned char* shared) {
+  return reinterpret_cast<u32*>(shared + RING_BYTES + WARPS * p.group * PASS_STRIDE * 4 + WARPS * MAX_HEADS * 8) + WARPS * STAGES;
+}
+
+// Adds the warps' sums and hands the item's result on. `pending` is the row of the item before, which is merged here if
+// this block brought its last split, and becomes this item's row.
 __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeParams& p, const DecodeItem& item, int head,
-                                                   unsigned char* shared, int warp, int lane, int barrier) {
+                                                   PendingRow& pending, unsigned char* shared, int warp, int lane, int barrier) {
   float* sums = reinterpret_cast<float*>(shared + RING_BYTES);
   float2* softmax = reinterpret_cast<float2*>(sums + WARPS * p.group * PASS_STRIDE);
-  u32* flag = reinterpret_cast<u32*>(softmax + WARPS * MAX_HEADS) + WARPS * STAGES;
+  u32* flag = decode_flag(p, shared);
   const int g = lane >> 2, t = lane & 3, thread = warp * 32 + lane;
+  decode_settle_arrival(p, pending, flag, thread);
 #pragma unroll
   for (int n = 0; n < N_TILES; n++) {
 #pragma unroll
@@ -295,8 +344,8 @@ __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeP
       for (int w = 0; w < WARPS; w++) {
         const float weight = exp2_approx(softmax[w * MAX_HEADS + in_group].x - base);
         const float4 x = *reinterpret_cast<const float4*>(sums + (w * p.group + in_group) * PASS_STRIDE + column);
-        total += softmax[w * MAX_HEADS + in_group].y * weight;
-        sum.x += x.x * weight, sum.y += x.y * weight, sum.z += x.z * weight, sum.w += x.w * weight;
+        total = fmaf(softmax[w * MAX_HEADS + in_group].y, weight, total);
+        add_weighted(sum, x, weight);
       }
       const int at = pass * PASS_COLUMNS + column, h = head * p.group + in_group;
       if (item.splits == 1) {
@@ -308,20 +357,14 @@ __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeP
       }
     }
   }
+  // Read between two barriers: the next item writes it before its first one.
+  const bool merge = pending.splits > 1 && *flag;
   stage_barrier(barrier, DECODE_THREADS);
-  if (item.splits > 1) {
-    if (thread == 0) {
-      u32* count = p.arrived + (i64)item.row * p.kv_heads + head;
-      __threadfence();
-      const bool last = atomicAdd(count, 1u) == (u32)item.splits - 1;
-      if (last) *count = 0;  // ready for the next launch
-      __threadfence();
-      *flag = last;
-    }
-    stage_barrier(barrier, DECODE_THREADS);
-    if (*flag) decode_merge_splits(p, item, head, thread);
-    // `flag` is next written after further barriers of the next item.
-  }
+  const PendingRow before = pending;
+  pending.row = item.row, pending.head = head, pending.splits = item.splits;
+  // The barrier has put the parts of all threads before this; the answer travels during the next item.
+  if (thread == 0 && item.splits > 1) pending.arrived_before = arrive_release(p.arrived + (i64)item.row * p.kv_heads + head);
+  if (merge) decode_merge_splits(p, before, thread);
 }
 
 // The whole stage for block `block` of `blocks`. `barrier`: a named barrier of the WARPS warps that run the stage.
@@ -346,6 +389,9 @@ __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, un
 
   u32 q[N_TILES][HEAD_DIM / 16][2];
   decode_load_query(q, p, item, block % p.kv_heads, lane);
+  PendingRow pending;
+  pending.row = pending.head = pending.splits = 0;
+  pending.arrived_before = 0;
   int stage = 0;
   for (int work = block; work < total; work += blocks) {
     const int head = work % p.kv_heads;
@@ -363,8 +409,14 @@ __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, un
     }
     // The next query travels while this item is summed up.
     if (more) decode_load_query(q, p, next, (work + blocks) % p.kv_heads, lane);
-    decode_finish_item(state, p, item, head, shared, warp, lane, barrier);
+    decode_finish_item(state, p, item, head, pending, shared, warp, lane, barrier);
     item = next;
+  }
+  if (pending.splits > 1) {
+    u32* flag = decode_flag(p, shared);
+    decode_settle_arrival(p, pending, flag, warp * 32 + lane);
+    stage_barrier(barrier, DECODE_THREADS);
+    if (*flag) decode_merge_splits(p, pending, warp * 32 + lane);
   }
   wait_copies<0>();
 }

@@ -6,7 +6,7 @@
 //    2    0       -   ────▶   (2, empty): writes zeros, reads nothing
 //
 // A row is cut into splits of `min_split << class` tokens with the smallest class that needs at most `max_splits`: the
-// cut depends on the row's own length only, so a row's sum has the same order whatever else is in the batch.
+// cut depends on the row's own length and `min_split` only, so a row's sum has the same order beside any other rows.
 // Items of longer splits come first, which evens out the blocks that take them in turn.
 #pragma once
 #include "bf16.cuh"

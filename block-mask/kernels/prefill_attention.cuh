@@ -12,8 +12,9 @@
 //   STAGES = 1           K and V have one buffer each: V(j) travels during Q K(j)^T, K(j + 1) during P V(j)
 //   STAGES = 2           two buffers each: block j + 1 travels during all of block j
 //
-// Keys are visited in the order of the source, from the first one on: a row's sum does not depend on how its sequence was
-// cut into chunks, nor on where its pages lie.
+// Keys are visited in the order of the source, from the first one on, in blocks that begin at multiples of BLOCK_N, and a
+// hidden key adds exactly 0: a row's sum does not depend on how its sequence was cut into chunks (and so on which row of
+// which tile it became), nor on where its pages lie. For that every copy of a statement must round alike: see `product`.
 //
 // Compile-time: HEAD_DIM, BLOCK_M (64 or 128), BLOCK_N (32, 64 or 128), WARPS, STAGES (1 or 2),
 // ROWS_SAFE (every row sees a key in its first block: the guards against empty rows are left out), PRESCALE.
@@ -157,12 +158,12 @@ __device__ __forceinline__ void soften(Scores& scores, PrefillState& s, float sc
       maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 2));
 #if ROWS_SAFE
-      const float base = maximum * scale_log2;
-      const float rescale = exp2_approx(s.maximum[m][j] * scale_log2 - base);
+      const float base = product(maximum, scale_log2);
 #else
-      const float base = finite_maximum(maximum) * scale_log2;
-      const float rescale = exp2_approx(s.maximum[m][j] * scale_log2 - base);
+      const float base = product(finite_maximum(maximum), scale_log2);
 #endif
+      // Exactly 1 while the maximum stays.
+      const float rescale = exp2_approx(product(s.maximum[m][j], scale_log2) - base);
       s.maximum[m][j] = maximum;
       float total = 0.f;
 #pragma unroll
@@ -173,7 +174,7 @@ __device__ __forceinline__ void soften(Scores& scores, PrefillState& s, float sc
           scores[m][n][2 * j + c] = weight;
           total += weight;
         }
-      s.total[m][j] = s.total[m][j] * rescale + total;
+      s.total[m][j] = fmaf(s.total[m][j], rescale, total);
 #pragma unroll
       for (int d = 0; d < HEAD_DIM / 8; d++) {
         s.sum[m][d][2 * j] *= rescale;
@@ -227,7 +228,7 @@ __device__ __forceinline__ void store_query_tile(PrefillState& s, const QueryTil
             pack_bf16(s.sum[m][d][2 * j] * inverse, s.sum[m][d][2 * j + 1] * inverse);
       if (lse && t == 0 && row < tile.rows) {
         const int r = tile.first_row + row;
-        lse[lse_offset + (r / tile.group) * lse_token_stride + r % tile.group] = log_sum_exp(s.maximum[m][j] * scale_log2, total);
+        lse[lse_offset + (r / tile.group) * lse_token_stride + r % tile.group] = log_sum_exp(product(s.maximum[m][j], scale_log2), total);
       }
     }
   __syncwarp();
@@ -278,7 +279,7 @@ __device__ __forceinline__ void modify_scores(Scores& scores, const LaneRows& ro
         seen = seen && (!use_mask_mod || mask_mod(batch, rows.head[m][j], rows.limit[m][j] - 1, kv, *captures));
 #endif
 #if HAS_SCORE_MOD
-        if (seen) scores[m][n][i] = score_mod(scores[m][n][i] * scale, batch, rows.head[m][j], rows.limit[m][j] - 1, kv, *captures);
+        if (seen) scores[m][n][i] = score_mod(product(scores[m][n][i], scale), batch, rows.head[m][j], rows.limit[m][j] - 1, kv, *captures);
 #endif
         if (!seen) scores[m][n][i] = NEG_INFINITY;
       }

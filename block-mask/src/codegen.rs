@@ -42,6 +42,24 @@ pub struct CudaSource {
 }
 
 impl CudaSource {
+    /// What distinguishes the function from `other`, if anything: its text or the values that it captured.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        allow(dead_code, reason = "masks are bound to kernels on a device")
+    )]
+    pub(crate) fn difference(&self, other: &CudaSource) -> Option<&'static str> {
+        if self.code != other.code {
+            return Some("text");
+        }
+        let ints = self.ints.iter().zip(&other.ints);
+        let floats = self.floats.iter().zip(&other.floats);
+        let bits = |x: &FloatBuffer| x.values().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        // Equal texts capture equally many buffers.
+        let same = ints.clone().all(|(x, y)| x.same(y) || x.values() == y.values())
+            && floats.clone().all(|(x, y)| x.same(y) || bits(x) == bits(y));
+        (!same).then_some("captured values")
+    }
+
     /// The bytes of `struct Captures`, given the device addresses of the buffers in the order of
     /// [`ints`](Self::ints) then [`floats`](Self::floats). `None` if the number of addresses differs.
     pub fn captures_bytes(&self, addresses: &[u64]) -> Option<Vec<u8>> {
@@ -212,7 +230,8 @@ impl Printer {
                 match op {
                     FloatOp::Add => format!("({x} + {y})"),
                     FloatOp::Sub => format!("({x} - {y})"),
-                    FloatOp::Mul => format!("({x} * {y})"),
+                    // Never joined with an addition into one rounding, as on the CPU; see bf16.cuh.
+                    FloatOp::Mul => format!("__fmul_rn({x}, {y})"),
                     FloatOp::Div => format!("({x} / {y})"),
                     FloatOp::Min => format!("bm_fmin({x}, {y})"),
                     FloatOp::Max => format!("bm_fmax({x}, {y})"),
@@ -268,5 +287,59 @@ impl MaskMod {
     /// This function alone as CUDA C; see [`crate::codegen`].
     pub fn to_cuda(&self) -> CudaSource {
         cuda_source(self, None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{BlockMask, KvBlocks, MaskShape};
+    use paged_kv::{PageTable, PageTableConfig};
+
+    #[test]
+    fn a_mask_from_lists_has_another_function_than_the_one_given() {
+        let config = PageTableConfig {
+            n_pages: 8,
+            page_size: 16,
+            n_slots: 3,
+            max_pages_per_slot: 4,
+        };
+        let mut table = PageTable::new(config).unwrap();
+        let slot = table.allocate_slot().unwrap();
+        let _ = table.reserve(slot, 40).unwrap();
+        table.advance(slot, 40).unwrap();
+        let shape = MaskShape::new(1, 1, 16, 40).with_blocks(16, 16);
+        // The third block is full and ends at 40 of 48: its 8 keys are visible although causality hides them.
+        let lists = KvBlocks {
+            num_blocks: &[0],
+            indices: &[0; 3],
+            full_num_blocks: &[1],
+            full_indices: &[2, 0, 0],
+        };
+        let given = MaskMod::causal();
+        let mask = BlockMask::from_kv_blocks(shape, &lists, given.clone()).unwrap();
+        let mask = mask.to_physical(&table, &[slot]).unwrap();
+        assert!(mask.mask_mod().allows(0, 0, 0, 39) && !given.allows(0, 0, 0, 39));
+        assert_eq!(
+            mask.mask_mod().to_cuda().difference(&given.to_cuda()),
+            Some("text")
+        );
+        let mask = BlockMask::from_fn(shape, given.clone()).unwrap();
+        let mask = mask.to_physical(&table, &[slot]).unwrap();
+        assert_eq!(mask.mask_mod().to_cuda().difference(&given.to_cuda()), None);
+    }
+
+    #[test]
+    fn functions_of_one_text_differ_by_what_they_captured() {
+        let source = |prefix: Vec<i32>| MaskMod::prefix_lm(prefix).to_cuda();
+        assert_eq!(source(vec![3, 4]).difference(&source(vec![3, 4])), None);
+        assert_eq!(
+            source(vec![3, 4]).difference(&source(vec![3, 5])),
+            Some("captured values")
+        );
+        assert_eq!(
+            source(vec![3]).difference(&source(vec![3, 5])),
+            Some("captured values")
+        );
     }
 }

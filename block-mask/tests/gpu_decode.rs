@@ -207,7 +207,7 @@ fn random_shapes_lengths_and_options_stay_within_twice_the_error_of_bf16() {
         let sequences = Sequences::new(&mut random, kv_heads, head_dim, page_size, &lens);
         let mut setup = Setup::plain(random.within(1, 16), &gpu, &sequences);
         setup.window = (random.below(3) == 0).then(|| random.within(1, 200));
-        setup.options.min_split = random.pick(&[16, 48, 64, 128, 256]);
+        setup.options.split = random.pick(&[None, Some(16), Some(48), Some(64), Some(128), Some(256)]);
         setup.options.max_splits = random.pick(&[1, 3, 8, 32]);
         if random.below(3) == 0 {
             (setup.options.warps, setup.options.stages) = random.pick(&[(1, 2), (2, 4), (8, 2), (4, 2)]);
@@ -285,7 +285,9 @@ fn a_row_is_the_same_bits_alone_in_any_batch_and_beside_padding() {
     let mut random = Random::new(300);
     let lens: Vec<usize> = (0..33).map(|i| 1 + (i * 53) % 900).collect();
     let sequences = Sequences::new(&mut random, 2, 64, 32, &lens);
-    let setup = Setup::plain(5, &gpu, &sequences);
+    let mut setup = Setup::plain(5, &gpu, &sequences);
+    // Chosen by the number of rows it would not be the same.
+    setup.options.split = Some(128);
     let attention = setup.attention(&gpu, &sequences, 64).unwrap();
     let elements = row_elements(&setup, &sequences);
     let q = random.values(33 * elements);

@@ -15,7 +15,6 @@ use half::bf16;
 struct Problem {
     sequences: Sequences,
     group: usize,
-    mask_mod: MaskMod,
     score: Option<ScoreMod>,
     options: TileOptions,
     q: Vec<bf16>,
@@ -27,10 +26,18 @@ impl Problem {
         self.group * self.sequences.kv_heads
     }
 
-    fn attention(&self, gpu: &Gpu) -> Result<FlexAttention, CudaError> {
+    fn attention(&self, gpu: &Gpu, mask_mod: &MaskMod) -> Result<FlexAttention, CudaError> {
         let shape = self.sequences.shape(self.group);
-        let (mask, score) = (&self.mask_mod, self.score.as_ref());
-        FlexAttention::new(&gpu.stream, &gpu.compiler, shape, mask, score, None, self.options)
+        let score = self.score.as_ref();
+        FlexAttention::new(
+            &gpu.stream,
+            &gpu.compiler,
+            shape,
+            mask_mod,
+            score,
+            None,
+            self.options,
+        )
     }
 
     /// The element of head `h` of query `i` of batch row `b` at which its head begins.
@@ -55,7 +62,7 @@ impl Problem {
 
     fn run(&self, gpu: &Gpu, placed: &Placed, mask: &BlockMask<Physical>) -> (Vec<bf16>, Vec<f32>) {
         let stream = &gpu.stream;
-        let attention = self.attention(gpu).unwrap();
+        let attention = self.attention(gpu, mask.mask_mod()).unwrap();
         let on_device = DeviceBlockMask::new(stream, mask).unwrap();
         let q = DeviceBuffer::from_slice(stream, &self.q).unwrap();
         let out = DeviceBuffer::<bf16>::filled_with_bytes(&gpu.device, self.q.len(), 0xff).unwrap();
@@ -144,7 +151,7 @@ fn random_options(random: &mut Random) -> TileOptions {
     options
 }
 
-fn random_problem(random: &mut Random, lens: &[usize], mask_mod: MaskMod, page_size: usize) -> Problem {
+fn random_problem(random: &mut Random, lens: &[usize], page_size: usize) -> Problem {
     let (kv_heads, head_dim) = (random.within(1, 2), random.pick(&[64, 128]));
     let sequences = Sequences::new(random, kv_heads, head_dim, page_size, lens);
     let group = random.within(1, 4);
@@ -155,7 +162,6 @@ fn random_problem(random: &mut Random, lens: &[usize], mask_mod: MaskMod, page_s
     Problem {
         sequences,
         group,
-        mask_mod,
         score,
         options,
         q: Vec::new(),
@@ -184,7 +190,7 @@ fn masks_from_functions_and_from_lists_in_batches() {
         let lens: Vec<usize> = (0..batch).map(|_| random.within(1, 260)).collect();
         let page_size = random.pick(&[16, 32, 64, 128, 256]);
         let mask_mod = random_mask_mod(&mut random, batch);
-        let mut problem = random_problem(&mut random, &lens, mask_mod.clone(), page_size);
+        let mut problem = random_problem(&mut random, &lens, page_size);
         let heads = problem.heads();
         let (q_len, block_q) = (random.within(1, 150), random.pick(&[16, 64, 100, 128, 200]));
         let list_heads = if random.below(2) == 0 { 1 } else { heads };
@@ -247,7 +253,7 @@ fn packed_chunks_and_decoding_rows_in_one_mask() {
         } else {
             MaskMod::causal() & window
         };
-        let mut problem = random_problem(&mut random, &lens, mask_mod.clone(), page_size);
+        let mut problem = random_problem(&mut random, &lens, page_size);
         let placed = problem.sequences.place(&gpu, &mut random);
         let mut row = random.below(4);
         let packed: Vec<PackedSequence> = lens
@@ -289,7 +295,7 @@ fn rows_that_may_see_nothing_are_refused_the_kernel_without_guards() {
         (MaskMod::causal() & MaskMod::sliding_window(3), false),
         (MaskMod::none(), false),
     ] {
-        let mut problem = random_problem(&mut random, &[200], mask_mod.clone(), 64);
+        let mut problem = random_problem(&mut random, &[200], 64);
         (problem.options, problem.score) = (safe, None);
         let heads = problem.heads();
         problem.layout = QueryLayout::batched(heads, 200, problem.sequences.head_dim);
@@ -303,7 +309,7 @@ fn rows_that_may_see_nothing_are_refused_the_kernel_without_guards() {
             problem.compare(&mask, &result, "a causal mask");
             continue;
         }
-        let attention = problem.attention(&gpu).unwrap();
+        let attention = problem.attention(&gpu, mask.mask_mod()).unwrap();
         let on_device = DeviceBlockMask::new(&gpu.stream, &mask).unwrap();
         let buffer = DeviceBuffer::from_slice(&gpu.stream, &problem.q).unwrap();
         let args = FlexArgs {
@@ -323,4 +329,40 @@ fn rows_that_may_see_nothing_are_refused_the_kernel_without_guards() {
             })
         ));
     }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_mask_of_another_function_is_refused() {
+    let gpu = gpu();
+    let mut random = Random::new(300);
+    let mut problem = random_problem(&mut random, &[40], 16);
+    problem.layout = QueryLayout::batched(problem.heads(), 16, problem.sequences.head_dim);
+    problem.q = random.values(problem.layout.batch_stride);
+    let placed = problem.sequences.place(&gpu, &mut random);
+    let shape = MaskShape::new(1, 1, 16, 40).with_blocks(16, 16);
+    let lists = KvBlocks {
+        num_blocks: &[0],
+        indices: &[0; 3],
+        full_num_blocks: &[1],
+        full_indices: &[2, 0, 0],
+    };
+    let mask = BlockMask::from_kv_blocks(shape, &lists, MaskMod::causal()).unwrap();
+    let mask = mask.to_physical(&placed.table, &placed.slots).unwrap();
+    let on_device = DeviceBlockMask::new(&gpu.stream, &mask).unwrap();
+    let buffer = DeviceBuffer::from_slice(&gpu.stream, &problem.q).unwrap();
+    let args = FlexArgs {
+        q: buffer.as_slice(),
+        out: buffer.as_slice(),
+        layout: problem.layout,
+        lse: None,
+        k: placed.k.as_slice(),
+        v: placed.v.as_slice(),
+    };
+    let attention = problem.attention(&gpu, &MaskMod::causal()).unwrap();
+    let refused = attention.run(&gpu.stream, &on_device, &args);
+    assert!(matches!(refused, Err(CudaError::OtherFunction { .. })));
+    // With the mask's own function the cut block is seen as far as the sequence goes.
+    let result = problem.run(&gpu, &placed, &mask);
+    problem.compare(&mask, &result, "a cut full block");
 }

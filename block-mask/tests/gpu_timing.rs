@@ -18,22 +18,29 @@ const D: usize = 128;
 const PAGE: usize = 256;
 
 /// Random values, one megabyte of them again and again: zeros would be faster than real data.
-fn filled(gpu: &Gpu, n: usize) -> DeviceBuffer<bf16> {
-    let block = Random::new(1).values(1 << 19);
-    let all = DeviceBuffer::<bf16>::zeroed(&gpu.device, n).unwrap();
-    let first = block.len().min(n);
-    gpu.stream
-        .upload(all.slice(..first).unwrap(), &block[..first])
-        .unwrap();
-    let mut done = first;
-    while done < n {
-        let next = done.min(n - done);
-        gpu.stream
-            .copy(all.slice(done..done + next).unwrap(), all.slice(..next).unwrap())
-            .unwrap();
-        done += next;
+struct Source(DeviceBuffer<bf16>);
+
+impl Source {
+    fn new(gpu: &Gpu) -> Source {
+        let values = Random::new(1).values(1 << 19);
+        Source(DeviceBuffer::from_slice(&gpu.stream, &values).unwrap())
     }
-    all
+
+    fn filled(&self, gpu: &Gpu, n: usize) -> DeviceBuffer<bf16> {
+        let all = DeviceBuffer::<bf16>::zeroed(&gpu.device, n).unwrap();
+        let first = self.0.len().min(n);
+        let values = self.0.slice(..first).unwrap();
+        gpu.stream.copy(all.slice(..first).unwrap(), values).unwrap();
+        let mut done = first;
+        while done < n {
+            let next = done.min(n - done);
+            gpu.stream
+                .copy(all.slice(done..done + next).unwrap(), all.slice(..next).unwrap())
+                .unwrap();
+            done += next;
+        }
+        all
+    }
 }
 
 /// Median milliseconds of `launches` runs of a captured graph of `per_graph` launches, per launch.
@@ -56,121 +63,134 @@ fn time(gpu: &Gpu, per_graph: usize, record: impl FnOnce()) -> f32 {
     times[times.len() / 2]
 }
 
-fn time_decode(gpu: &Gpu, batch: usize, context: usize, options: DecodeOptions) -> f32 {
-    let pages_per_slot = context.div_ceil(PAGE);
-    let n_pages = batch * pages_per_slot + 1;
-    let shape = AttentionShape {
+/// A step over sequences of the given lengths, with enough layers that their keys and values do not stay in the
+/// second-level cache.
+struct Step {
+    shape: AttentionShape,
+    limits: DecodeLimits,
+    cache: Vec<(DeviceBuffer<bf16>, DeviceBuffer<bf16>)>,
+    table: DeviceBuffer<i32>,
+    slots: DeviceBuffer<i32>,
+    lengths: DeviceBuffer<i32>,
+    q: DeviceBuffer<bf16>,
+    out: DeviceBuffer<bf16>,
+}
+
+impl Step {
+    fn new(gpu: &Gpu, source: &Source, lens: &[usize]) -> Step {
+        let batch = lens.len();
+        let pages_per_slot = lens.iter().max().unwrap().div_ceil(PAGE);
+        let n_pages = batch * pages_per_slot + 1;
+        let per_layer = KV_HEADS * n_pages * PAGE * D;
+        let layers = (256usize << 20).div_ceil(2 * per_layer).clamp(1, 36);
+        let mut pages: Vec<i32> = (1..n_pages as i32).collect();
+        Random::new(2).shuffle(&mut pages);
+        let from = |values: &[i32]| DeviceBuffer::from_slice(&gpu.stream, values).unwrap();
+        let lengths: Vec<i32> = lens.iter().map(|&len| len as i32).collect();
+        let slots: Vec<i32> = (1..=batch as i32).collect();
+        Step {
+            shape: shape(n_pages),
+            limits: DecodeLimits {
+                max_rows: batch,
+                n_slots: batch + 1,
+                max_pages_per_slot: pages_per_slot,
+            },
+            cache: (0..layers)
+                .map(|_| (source.filled(gpu, per_layer), source.filled(gpu, per_layer)))
+                .collect(),
+            table: from(&[vec![0; pages_per_slot], pages].concat()),
+            slots: from(&slots),
+            lengths: from(&lengths),
+            q: source.filled(gpu, batch * HEADS * D),
+            out: DeviceBuffer::zeroed(&gpu.device, batch * HEADS * D).unwrap(),
+        }
+    }
+
+    /// Milliseconds of a launch, and the tokens of a split.
+    fn time(&self, gpu: &Gpu, options: DecodeOptions) -> (f32, usize) {
+        let (device, none) = (&gpu.device, Functions::none());
+        let (shape, limits) = (self.shape, self.limits);
+        let attention =
+            DecodeAttention::new(device, &gpu.compiler, shape, limits, None, None, none, options).unwrap();
+        let launches = self.cache.len().max(12);
+        let ms = time(gpu, launches, || {
+            let plan = attention
+                .plan(&gpu.stream, self.slots.as_slice(), self.lengths.as_slice(), 0)
+                .unwrap();
+            for launch in 0..launches {
+                let (k, v) = &self.cache[launch % self.cache.len()];
+                let args = DecodeArgs {
+                    q: self.q.as_slice(),
+                    q_row_stride: HEADS * D,
+                    k: k.as_slice(),
+                    v: v.as_slice(),
+                    page_table: self.table.as_slice(),
+                    out: self.out.as_slice(),
+                    lse: None,
+                };
+                plan.run(&gpu.stream, &args).unwrap();
+            }
+        });
+        (ms, attention.split(limits.max_rows))
+    }
+}
+
+fn shape(n_pages: usize) -> AttentionShape {
+    AttentionShape {
         heads: HEADS,
         kv_heads: KV_HEADS,
         head_dim: D,
         page_size: PAGE,
         n_pages,
-    };
-    let limits = DecodeLimits {
-        max_rows: batch,
-        n_slots: batch + 1,
-        max_pages_per_slot: pages_per_slot,
-    };
-    let attention = DecodeAttention::new(
-        &gpu.device,
-        &gpu.compiler,
-        shape,
-        limits,
-        None,
-        None,
-        Functions::none(),
-        options,
-    )
-    .unwrap();
-    let per_layer = KV_HEADS * n_pages * PAGE * D;
-    // Enough layers that their keys and values do not stay in the second-level cache.
-    let layers = (256usize << 20).div_ceil(2 * per_layer).clamp(1, 36);
-    let cache: Vec<_> = (0..layers)
-        .map(|_| (filled(gpu, per_layer), filled(gpu, per_layer)))
-        .collect();
-    let mut pages: Vec<i32> = (1..n_pages as i32).collect();
-    Random::new(2).shuffle(&mut pages);
-    let table = [vec![0; pages_per_slot], pages].concat();
-    let table = DeviceBuffer::from_slice(&gpu.stream, &table).unwrap();
-    let slots: Vec<i32> = (1..=batch as i32).collect();
-    let slots = DeviceBuffer::from_slice(&gpu.stream, &slots).unwrap();
-    let lengths = DeviceBuffer::from_slice(&gpu.stream, &vec![context as i32; batch]).unwrap();
-    let q = filled(gpu, batch * HEADS * D);
-    let out = DeviceBuffer::<bf16>::zeroed(&gpu.device, batch * HEADS * D).unwrap();
-    let launches = layers.max(12);
-    time(gpu, launches, || {
-        let plan = attention
-            .plan(&gpu.stream, slots.as_slice(), lengths.as_slice(), 0)
-            .unwrap();
-        for launch in 0..launches {
-            let (k, v) = &cache[launch % layers];
-            let args = DecodeArgs {
-                q: q.as_slice(),
-                q_row_stride: HEADS * D,
-                k: k.as_slice(),
-                v: v.as_slice(),
-                page_table: table.as_slice(),
-                out: out.as_slice(),
-                lse: None,
-            };
-            plan.run(&gpu.stream, &args).unwrap();
-        }
-    })
+    }
 }
 
 #[test]
 #[ignore = "needs an NVIDIA GPU with 20 GB; measures"]
 fn decode_bandwidth() {
     let gpu = gpu();
-    let shape = AttentionShape {
-        heads: HEADS,
-        kv_heads: KV_HEADS,
-        head_dim: D,
-        page_size: PAGE,
-        n_pages: 1,
-    };
-    let default = DecodeOptions::for_device(gpu.device.info(), &shape);
+    let source = Source::new(&gpu);
+    let default = DecodeOptions::for_device(gpu.device.info(), &shape(1));
     eprintln!(
         "{}, decode, {HEADS}/{KV_HEADS} heads of {D}, {default:?}",
         gpu.device.info().name
     );
     eprintln!("batch  context  split  warps x stages x blocks       us    TB/s");
-    let mut forms = vec![default];
-    for (warps, stages, blocks, min_split) in [
-        (4, 3, 2, 64),
-        (4, 3, 2, 256),
-        (4, 3, 2, 512),
-        (2, 3, 4, 64),
-        (2, 3, 4, 128),
-        (4, 6, 1, 128),
-        (8, 3, 1, 128),
-    ] {
+    let with_split = |split| {
         let mut form = default;
-        (
-            form.warps,
-            form.stages,
-            form.blocks_per_multiprocessor,
-            form.min_split,
-        ) = (warps, stages, blocks, min_split);
-        forms.push(form);
-    }
+        form.split = Some(split);
+        form
+    };
+    let mut narrow = default;
+    (narrow.warps, narrow.stages, narrow.blocks_per_multiprocessor) = (2, 3, 4);
+    let mut forms = vec![default, narrow];
+    forms.extend([64, 128, 256, 512, 1024].map(with_split));
+    let mixed: Vec<usize> = (0..64).map(|i| 100 + i * 389 % 1000).collect();
+    let mut cases = vec![("mixed".to_owned(), mixed)];
     for (batch, context) in [
-        (1, 512),
+        (1, 600),
         (1, 4096),
         (1, 32_768),
-        (16, 512),
+        (4, 600),
+        (8, 600),
+        (8, 4096),
         (16, 4096),
-        (16, 32_768),
+        (32, 600),
         (64, 600),
         (64, 4096),
-        (64, 32_768),
+        (128, 600),
     ] {
+        cases.push((context.to_string(), vec![context; batch]));
+    }
+    for (name, lens) in cases {
+        let step = Step::new(&gpu, &source, &lens);
         for form in &forms {
-            let ms = time_decode(&gpu, batch, context, *form);
-            let bytes = (2 * batch * context * KV_HEADS * D * 2) as f64;
+            let (ms, split) = step.time(&gpu, *form);
+            let bytes = (2 * lens.iter().sum::<usize>() * KV_HEADS * D * 2) as f64;
+            let chosen = if form.split.is_none() { '*' } else { ' ' };
             eprintln!(
-                "{batch:>5}  {context:>7}  {:>5}  {:>5} x {:>6} x {:>6}  {:>9.2}  {:>6.3}",
-                form.min_split,
+                "{:>5}  {name:>7}  {split:>4}{chosen}  {:>5} x {:>6} x {:>6}  {:>9.2}  {:>6.3}",
+                lens.len(),
                 form.warps,
                 form.stages,
                 form.blocks_per_multiprocessor,
@@ -182,16 +202,10 @@ fn decode_bandwidth() {
     }
 }
 
-fn time_prefill(gpu: &Gpu, lens: &[usize], options: TileOptions) -> f32 {
+fn time_prefill(gpu: &Gpu, source: &Source, lens: &[usize], options: TileOptions) -> f32 {
     let width = lens.iter().max().unwrap().div_ceil(PAGE);
     let n_pages = lens.len() * width + 1;
-    let shape = AttentionShape {
-        heads: HEADS,
-        kv_heads: KV_HEADS,
-        head_dim: D,
-        page_size: PAGE,
-        n_pages,
-    };
+    let shape = shape(n_pages);
     let tokens: usize = lens.iter().sum();
     let limits = PrefillLimits {
         max_tokens: tokens,
@@ -204,9 +218,9 @@ fn time_prefill(gpu: &Gpu, lens: &[usize], options: TileOptions) -> f32 {
         PrefillAttention::new(device, &gpu.compiler, shape, limits, None, None, none, options).unwrap();
     let per_layer = KV_HEADS * n_pages * PAGE * D;
     let (k, v, q) = (
-        filled(gpu, per_layer),
-        filled(gpu, per_layer),
-        filled(gpu, tokens * HEADS * D),
+        source.filled(gpu, per_layer),
+        source.filled(gpu, per_layer),
+        source.filled(gpu, tokens * HEADS * D),
     );
     let out = DeviceBuffer::<bf16>::zeroed(&gpu.device, tokens * HEADS * D).unwrap();
     let mut pages: Vec<i32> = (1..n_pages as i32).collect();
@@ -249,32 +263,22 @@ fn time_prefill(gpu: &Gpu, lens: &[usize], options: TileOptions) -> f32 {
 #[ignore = "needs an NVIDIA GPU; measures"]
 fn prefill_rate() {
     let gpu = gpu();
+    let source = Source::new(&gpu);
     eprintln!(
         "{}, causal prefill, {HEADS}/{KV_HEADS} heads of {D}",
         gpu.device.info().name
     );
     eprintln!("prompts                    m x   n  warps  stages  blocks        us  TFLOP/s");
     let common: Vec<usize> = (0..64).map(|i| 64 + (i * 37) % 193).collect();
-    for (name, lens) in [
-        ("1 of 4096", vec![4096]),
-        ("1 of 16384", vec![16_384]),
-        ("64 of 64..256", common),
-    ] {
+    for (name, lens) in [("1 of 4096", vec![4096]), ("64 of 64..256", common)] {
         // Products of Q K and P V over the cells on and below the diagonal.
         let cells: usize = lens.iter().map(|len| len * (len + 1) / 2).sum();
         let flop = (4 * cells * HEADS * D) as f64;
-        for (block_m, block_n, warps, stages, blocks) in [
-            (128, 64, 4, 1, 2),
-            (64, 64, 4, 1, 2),
-            (64, 64, 4, 2, 2),
-            (128, 64, 8, 1, 1),
-            (128, 64, 8, 2, 1),
-            (128, 128, 8, 1, 1),
-        ] {
+        for (block_m, block_n, warps, stages, blocks) in [(128, 64, 4, 1, 2), (64, 64, 4, 1, 2)] {
             let mut options = TileOptions::default();
             (options.block_m, options.block_n, options.warps) = (block_m, block_n, warps);
             (options.stages, options.blocks_per_multiprocessor) = (stages, blocks);
-            let ms = time_prefill(&gpu, &lens, options);
+            let ms = time_prefill(&gpu, &source, &lens, options);
             eprintln!(
                 "{name:<24} {block_m:>4} x {block_n:>3}  {warps:>5}  {stages:>6}  {blocks:>6}  {:>8.1}  {:>7.1}",
                 ms * 1e3,

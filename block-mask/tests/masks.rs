@@ -434,7 +434,7 @@ fn the_printed_functions_are_self_contained_cuda() {
         "bool mask_mod(int b, int h, int q, int kv, const Captures& c)",
         "return (((kv >= bm_at(c.i0, c.i0_len, b)) && (q >= kv)) && (kv != (-2147483647 - 1)));",
         "tanhf((score / __int_as_float(0x41f00000) /* 30 */))",
-        "bm_at(c.f0, c.f0_len, h) * (float)bm_sub(kv, q)",
+        "__fmul_rn(bm_at(c.f0, c.f0_len, h), (float)bm_sub(kv, q))",
     ] {
         assert!(source.code.contains(part), "{part}\nis not in\n{}", source.code);
     }

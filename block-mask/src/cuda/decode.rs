@@ -40,6 +40,8 @@ pub struct DecodeAttention {
     kernel: Kernel,
     config: LaunchConfig,
     max_splits: usize,
+    /// Blocks that the device holds at once.
+    resident_blocks: usize,
     workspace: Arc<Workspace>,
 }
 
@@ -105,7 +107,7 @@ impl DecodeAttention {
         }
         let max_length = limits.max_pages_per_slot.saturating_mul(shape.page_size);
         let max_splits = max_length
-            .div_ceil(options.min_split)
+            .div_ceil(options.smallest_split())
             .clamp(1, options.max_splits);
         let parts = limits
             .max_rows
@@ -132,7 +134,8 @@ impl DecodeAttention {
             .saturating_mul(max_splits)
             .saturating_mul(shape.kv_heads)
             .max(1);
-        let blocks = (resident * device.info().multiprocessors).min(u32::try_from(most).unwrap_or(u32::MAX));
+        let resident_blocks = resident * device.info().multiprocessors;
+        let blocks = resident_blocks.min(u32::try_from(most).unwrap_or(u32::MAX));
         let workspace = Workspace {
             items: DeviceBuffer::zeroed(device, limits.max_rows * max_splits * ITEM_WORDS)?,
             n_items: DeviceBuffer::zeroed(device, 1)?,
@@ -151,6 +154,7 @@ impl DecodeAttention {
             kernel,
             config: LaunchConfig::new(blocks.max(1), threads).dynamic_shared_bytes(shared as u32),
             max_splits,
+            resident_blocks: resident_blocks as usize,
             workspace: Arc::new(workspace),
         })
     }
@@ -190,7 +194,7 @@ impl DecodeAttention {
                 table: self.table(),
                 page_size: self.shape.page_size,
                 length_offset,
-                min_split: self.options.min_split,
+                min_split: self.split(rows),
                 max_splits: self.max_splits,
                 window: self.window,
             },
@@ -224,6 +228,14 @@ impl DecodeAttention {
     /// The options it was made with.
     pub fn options(&self) -> &DecodeOptions {
         &self.options
+    }
+
+    /// Tokens of a split in a step of `rows` rows: [`DecodeOptions::split`], or what is chosen in its place.
+    ///
+    /// Panics: none.
+    pub fn split(&self, rows: usize) -> usize {
+        let options = &self.options;
+        options.split_for(rows, self.shape.kv_heads, self.resident_blocks)
     }
 
     /// Blocks of a launch.

@@ -28,6 +28,13 @@ pub enum CudaError {
         /// Why.
         why: String,
     },
+    /// A kernel was given a mask of another function than it was compiled for. Masks from lists have a function of their
+    /// own, [`BlockMask::mask_mod`](crate::BlockMask::mask_mod), which knows the lists.
+    #[error("the mask's function differs in its {what} from the one that the kernel was made for")]
+    OtherFunction {
+        /// What differs: the text or the captured values.
+        what: &'static str,
+    },
     /// Two sizes that must agree do not.
     #[error("{what}: expected {expected}, found {found}")]
     Mismatch {

@@ -7,10 +7,11 @@ use super::prefill::check_shared;
 use super::shape::check_scale;
 use super::specs::flex_spec;
 use super::{AttentionShape, CudaError, Functions, TileOptions};
+use crate::codegen::CudaSource;
 use crate::launch::{self, Flex};
 use crate::{BlockMask, MaskMod, Physical, ScoreMod};
 
-/// A [`BlockMask<Physical>`] in device memory, without its function.
+/// A [`BlockMask<Physical>`] in device memory. Its function is compiled into the kernel, see [`FlexAttention::new`].
 ///
 /// ```text
 /// lists    [batch, heads, q_blocks]   first entry, full blocks, partial blocks
@@ -31,6 +32,8 @@ pub struct DeviceBlockMask {
     q_rows: usize,
     /// Every query has an allowed key in its first block, and blocks are visited whole.
     rows_safe_up_to: usize,
+    /// What the kernel's function is held against.
+    function: CudaSource,
 }
 
 impl DeviceBlockMask {
@@ -96,6 +99,7 @@ impl DeviceBlockMask {
             packed: mask.is_packed(),
             q_rows: mask.query_rows(),
             rows_safe_up_to,
+            function: mask.mask_mod().to_cuda(),
         })
     }
 
@@ -163,13 +167,16 @@ pub struct FlexAttention {
     shape: AttentionShape,
     options: TileOptions,
     functions: Functions,
+    /// Of the masks that it serves.
+    function: CudaSource,
     scale: f32,
     kernel: Kernel,
 }
 
 impl FlexAttention {
-    /// Compiles the kernel for the functions of masks like this: [`BlockMask::mask_mod`] is the function to give. Whoever
-    /// runs it with a mask of another function gets that mask's blocks with this function's cells.
+    /// Compiles the kernel for masks of one function: [`BlockMask::mask_mod`] of the mask as it is given to
+    /// [`DeviceBlockMask::new`]. That of a mask from lists is not the function that the lists came with, since it also
+    /// speaks for full blocks that a length cuts. [`run`](Self::run) refuses masks of another function.
     ///
     /// # Errors
     /// [`CudaError::Unsupported`], [`CudaError::OptionRefused`], [`CudaError::Cuda`]. Panics: none.
@@ -202,6 +209,7 @@ impl FlexAttention {
             shape,
             options,
             functions,
+            function: mask_mod.to_cuda(),
             scale,
             kernel,
         })
@@ -211,10 +219,14 @@ impl FlexAttention {
     ///
     /// # Errors
     /// [`CudaError::OptionRefused`] when the kernel was made for rows that are guaranteed safe and `mask` is not known to
-    /// have them; [`CudaError::Mask`] when the mask's pages are not the cache's; [`CudaError::Mismatch`],
+    /// have them; [`CudaError::OtherFunction`] when the mask's function, or what it captured, is not the one that the
+    /// kernel was made for; [`CudaError::Mask`] when the mask's pages are not the cache's; [`CudaError::Mismatch`],
     /// [`CudaError::Misaligned`], [`CudaError::Cuda`]. Panics: none.
     pub fn run(&self, stream: &Stream, mask: &DeviceBlockMask, args: &FlexArgs<'_>) -> Result<(), CudaError> {
         let shape = &self.shape;
+        if let Some(what) = self.function.difference(&mask.function) {
+            return Err(CudaError::OtherFunction { what });
+        }
         if mask.page_size != shape.page_size {
             let (block_kv, page_size) = (mask.page_size, shape.page_size);
             return Err(crate::Error::PageSize { block_kv, page_size }.into());

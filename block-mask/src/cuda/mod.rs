@@ -8,8 +8,9 @@
 //!
 //! All three take mask and score functions ([`Functions`]), printed into the kernel and compiled when it is made.
 //!
-//! **Invariants.** The order of every sum depends on the row's own sequence alone: neither the batch, nor where pages
-//! lie, nor (in prefill) how the sequence is cut into chunks changes a bit of a row's output. Nothing at or past a
+//! **Invariants.** The order of every sum depends on the row's own sequence alone: neither the other rows, nor where pages
+//! lie, nor (in prefill) how the sequence is cut into chunks changes a bit of a row's output. In decoding the number of
+//! rows of the step does, unless [`DecodeOptions::split`] fixes where rows are cut. Nothing at or past a
 //! sequence's length and no page that its slot does not own is read. A row that sees no key gives 0 and a log-sum-exp
 //! of −∞.
 //!

@@ -4,8 +4,8 @@ use cuda_graphs::DeviceInfo;
 
 use super::{AttentionShape, CudaError, Functions};
 
-/// Options of [`DecodeAttention`](super::DecodeAttention). They change speed; `min_split` and `max_splits` also decide
-/// where a row is cut, and so the order of its sum, but not how exact it is.
+/// Options of [`DecodeAttention`](super::DecodeAttention). They change speed; `split` and `max_splits` also decide where a
+/// row is cut, and so the order of its sum, but not how exact it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DecodeOptions {
@@ -15,8 +15,13 @@ pub struct DecodeOptions {
     pub stages: usize,
     /// Blocks that share a multiprocessor, 1 to 8.
     pub blocks_per_multiprocessor: usize,
-    /// Tokens of a split, a multiple of 16. Doubled for rows that would need more than `max_splits`.
-    pub min_split: usize,
+    /// Tokens of a split, a multiple of 16; doubled for rows that would need more than `max_splits`. `None`: 128, 256 or
+    /// 512 by the rows of the step, padding included. Few rows are cut finely, to give every multiprocessor work; many
+    /// rows coarsely, since each split costs a block a round of sums and its row a merge.
+    ///
+    /// With a number a row's bits do not depend on the other rows of the step. With `None` they depend on how many rows
+    /// there are: the same row in a step of another size may be cut elsewhere and summed in another order.
+    pub split: Option<usize>,
     /// Splits of a row at most, 1 to 256.
     pub max_splits: usize,
 }
@@ -43,7 +48,7 @@ impl DecodeOptions {
             warps,
             stages,
             blocks_per_multiprocessor,
-            min_split: 128,
+            split: None,
             max_splits: 32,
         }
     }
@@ -65,16 +70,30 @@ impl DecodeOptions {
             return refuse("blocks_per_multiprocessor", "1 to 8 are possible");
         }
         // A split that starts inside a granule would read another granule's page.
-        if !self.min_split.is_multiple_of(16) || !(16..=1 << 20).contains(&self.min_split) {
-            return refuse(
-                "min_split",
-                "it must be a multiple of 16 between 16 and 1,048,576",
-            );
+        let allowed = |split: usize| split.is_multiple_of(16) && (16..=1 << 20).contains(&split);
+        if !self.split.is_none_or(allowed) {
+            return refuse("split", "it must be a multiple of 16 between 16 and 1,048,576");
         }
         if !(1..=256).contains(&self.max_splits) {
             return refuse("max_splits", "1 to 256 are possible");
         }
         Ok(())
+    }
+
+    /// Tokens of a split in a step of `rows` rows on a device that holds `blocks` blocks at once. On an H200 with 8 KV
+    /// heads (264 blocks): 128 up to 4 rows, 256 up to 8, then 512.
+    pub(crate) fn split_for(&self, rows: usize, kv_heads: usize, blocks: usize) -> usize {
+        let units = rows.saturating_mul(kv_heads);
+        self.split.unwrap_or(match blocks / units.max(1) {
+            8.. => SMALLEST_SPLIT,
+            4.. => 2 * SMALLEST_SPLIT,
+            _ => 4 * SMALLEST_SPLIT,
+        })
+    }
+
+    /// The smallest that [`split_for`](Self::split_for) gives.
+    pub(crate) fn smallest_split(&self) -> usize {
+        self.split.unwrap_or(SMALLEST_SPLIT)
     }
 
     /// 8 heads fill one tensor-core tile.
@@ -90,6 +109,9 @@ impl DecodeOptions {
         ring + sums + self.warps * 8 * tiles * 8 + self.warps * self.stages * 4 + 16
     }
 }
+
+/// Of the splits that are chosen by the number of rows.
+const SMALLEST_SPLIT: usize = 128;
 
 /// (warps, stages, blocks per multiprocessor), preferred first.
 pub(crate) const DECODE_FORMS: [(usize, usize, usize); 6] =
@@ -271,12 +293,18 @@ mod tests {
         );
         assert_eq!(
             refused(DecodeOptions {
-                min_split: 100,
+                split: Some(100),
                 ..good
             }),
-            "min_split"
+            "split"
         );
-        assert_eq!(refused(DecodeOptions { min_split: 0, ..good }), "min_split");
+        assert_eq!(
+            refused(DecodeOptions {
+                split: Some(0),
+                ..good
+            }),
+            "split"
+        );
         assert_eq!(
             refused(DecodeOptions {
                 max_splits: 0,
@@ -341,5 +369,23 @@ mod tests {
                 "{wrong:?}"
             );
         }
+    }
+
+    #[test]
+    fn few_rows_are_cut_finely_and_many_coarsely() {
+        let mut options = DecodeOptions::of(4, 3, 2);
+        let splits = [1, 4, 5, 8, 9, 64, 128].map(|rows| options.split_for(rows, 8, 264));
+        assert_eq!(splits, [128, 128, 256, 256, 512, 512, 512]);
+        assert_eq!(options.smallest_split(), splits[0]);
+        assert_eq!(options.split_for(0, 8, 264), 128);
+        assert_eq!(options.split_for(usize::MAX, 8, 264), 512);
+        options.split = Some(64);
+        assert_eq!([1, 128].map(|rows| options.split_for(rows, 8, 264)), [64, 64]);
+        assert_eq!(options.smallest_split(), 64);
+        options.split = Some(40);
+        assert!(matches!(
+            options.check(),
+            Err(CudaError::OptionRefused { option: "split", .. })
+        ));
     }
 }
