@@ -7,7 +7,8 @@
 //
 // A row is cut into splits of `min_split << class` tokens with the smallest class that needs at most `max_splits`: the
 // cut depends on the row's own length and `min_split` only, so a row's sum has the same order beside any other rows.
-// Items of longer splits come first, which evens out the blocks that take them in turn.
+// Long items come first, which evens out the blocks that take them in turn: classes from the longest on, of each class the
+// whole splits, then the rests of rows in REST_BINS bins.
 #pragma once
 #include "bf16.cuh"
 
@@ -33,6 +34,7 @@ struct DecodePlanParams {
 };
 
 constexpr int PLAN_THREADS = 256;
+constexpr int REST_BINS = 4;
 
 struct DecodeRow {
   int slot, length, first, start, split_class, splits;
@@ -64,14 +66,24 @@ __device__ __forceinline__ DecodeRow decode_row(const DecodePlanParams& p, int r
 __device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int* shared /* PLAN_THREADS / 32 + 1 */) {
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int base = 0;
-  for (int c = p.n_classes - 1; c >= 0; c--) {
+  // Read once; rows past the first PLAN_THREADS are read in every pass.
+  DecodeRow first_row;
+  if (thread < p.rows) first_row = decode_row(p, thread);
+  for (int pass = 0; pass < p.n_classes * (1 + REST_BINS); pass++) {
+    const int c = p.n_classes - 1 - pass / (1 + REST_BINS), bin = pass % (1 + REST_BINS);  // bin 0: whole splits
+    const int split = p.min_split << c;
     for (int row0 = 0; row0 < p.rows; row0 += PLAN_THREADS) {
       const int row = row0 + thread;
       DecodeRow r;
-      int n = 0;
+      int n = 0, from = 0;  // items of this pass: splits from .. from + n of the row
       if (row < p.rows) {
-        r = decode_row(p, row);
-        if (r.split_class == c) n = r.splits;
+        r = row0 == 0 ? first_row : decode_row(p, row);
+        if (r.split_class == c) {
+          const int tokens = r.length - r.start, whole = tokens / split;
+          const int rest_bin = REST_BINS - tokens % split * REST_BINS / split;
+          if (bin == 0) n = whole < r.splits ? whole : r.splits;
+          else if (bin == rest_bin && whole < r.splits) n = 1, from = whole;
+        }
       }
       int sum = n;  // inclusive over the warp
       for (int d = 1; d < 32; d *= 2) {
@@ -85,18 +97,18 @@ __device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int
         if (w < warp) before += shared[w];
         total += shared[w];
       }
-      const int split = p.min_split << c;
-      for (int s = 0; s < n; s++) {
+      for (int i = 0; i < n; i++) {
+        const int s = from + i;
         DecodeItem item;
         item.row = row;
         item.slot = r.slot;
         item.start = r.start + s * split;
         item.end = item.start + split < r.length ? item.start + split : r.length;
         item.split = s;
-        item.splits = n;
+        item.splits = r.splits;
         item.first = r.first;
         item.position = r.length - 1;
-        p.items[before + sum - n + s] = item;
+        p.items[before + sum - n + i] = item;
       }
       base += total;
       __syncthreads();
