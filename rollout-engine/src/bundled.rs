@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use sha2::{Digest, Sha256};
 
@@ -50,10 +51,7 @@ pub const SYSTEM_PROMPT: &str = "Solve the problem step by step. End with #### a
 /// The copy cannot be written.
 pub fn model_dir() -> Result<PathBuf, Error> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny-qwen3-math");
-    if FILES
-        .iter()
-        .all(|(name, bytes)| has_len(&source.join(name), bytes.len()))
-    {
+    if complete(&source) {
         return Ok(source);
     }
     unpack(&cache_dir()?)
@@ -74,25 +72,27 @@ fn unpack(cache: &Path) -> Result<PathBuf, Error> {
         .map(|byte| format!("{byte:02x}"))
         .collect();
     let dir = cache.join(format!("tiny-qwen3-math-{name}"));
-    if FILES
-        .iter()
-        .all(|(name, bytes)| has_len(&dir.join(name), bytes.len()))
-    {
+    if complete(&dir) {
         return Ok(dir);
     }
     std::fs::create_dir_all(cache).map_err(|e| Error::io(cache, e))?;
-    let unfinished = cache.join(format!(".tiny-qwen3-math-{name}.{}", std::process::id()));
+    // A name of its own for every call: neither another process nor another thread writes there.
+    static CALLS: AtomicU64 = AtomicU64::new(0);
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
+    let unfinished = cache.join(format!(".tiny-qwen3-math-{name}.{}.{call}", std::process::id()));
     let result = write_files(&unfinished).and_then(|()| {
         // Another process may have been faster; a damaged folder of that name gives way.
         if std::fs::rename(&unfinished, &dir).is_ok() {
             return Ok(());
         }
-        if !FILES
-            .iter()
-            .all(|(name, bytes)| has_len(&dir.join(name), bytes.len()))
-        {
-            std::fs::remove_dir_all(&dir).map_err(|e| Error::io(&dir, e))?;
-            std::fs::rename(&unfinished, &dir).map_err(|e| Error::io(&dir, e))?;
+        if !complete(&dir) {
+            let _ = std::fs::remove_dir_all(&dir);
+            if let Err(error) = std::fs::rename(&unfinished, &dir) {
+                // Unless another call has just repaired it.
+                if !complete(&dir) {
+                    return Err(Error::io(&dir, error));
+                }
+            }
         }
         Ok(())
     });
@@ -115,8 +115,11 @@ fn write_files(dir: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-fn has_len(path: &Path, len: usize) -> bool {
-    std::fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.len() == len as u64)
+/// Whether every file is there, in its full length.
+fn complete(dir: &Path) -> bool {
+    FILES.iter().all(|(name, bytes)| {
+        std::fs::metadata(dir.join(name)).is_ok_and(|meta| meta.is_file() && meta.len() == bytes.len() as u64)
+    })
 }
 
 /// `$XDG_CACHE_HOME/rollout-engine`, or its default below the home folder.
