@@ -3,7 +3,11 @@
 use std::time::Duration;
 
 use half::bf16;
-use lora_merge::{LowRankTerm, MemoryReport, ModuleSpec, ModuleUpdate, PolicyVersion, PristineSource};
+use lora_merge::{
+    Adapter, AdapterConfig, LowRankTerm, MemoryReport, ModuleSpec, ModuleUpdate, PolicyVersion,
+    PristineSource, TensorSlice, TensorValues,
+};
+use rayon::prelude::*;
 
 use crate::{Projection, Qwen3Config, Weights};
 
@@ -16,6 +20,31 @@ pub enum MergeMode {
     Merged,
     /// `base + scaled B·A` at run time, in f32: slower, the reference for the merged form.
     Unmerged,
+}
+
+/// Where the pristine copy of adapted weights lives: memory against the time of a refresh. The merged bits are the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum PristineCopy {
+    /// In device memory: the quickest refresh.
+    #[default]
+    Device,
+    /// In page-locked host memory: every refresh uploads it.
+    Pinned,
+    /// Nowhere: every refresh reads the mapped weight file again. Only for bf16 weights of a model folder.
+    File,
+}
+
+impl std::str::FromStr for PristineCopy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "device" => Ok(Self::Device),
+            "pinned" => Ok(Self::Pinned),
+            "file" => Ok(Self::File),
+            _ => Err("use device, pinned or file".into()),
+        }
+    }
 }
 
 /// What a change of adapters did.
@@ -38,7 +67,9 @@ pub struct AdapterReport {
     pub recomputed: u64,
     /// Bytes of both copies of the weights.
     pub memory: MemoryReport,
-    /// Wall time.
+    /// Wall time of writing the weights.
+    pub merge_elapsed: Duration,
+    /// Wall time in all: with matching adapters and modules, and on a GPU the upload of the adapters.
     pub elapsed: Duration,
 }
 
@@ -77,6 +108,57 @@ pub fn modules(config: &Qwen3Config) -> Vec<ModuleSpec> {
         config.hidden_size,
     ));
     specs
+}
+
+/// An adapter of this rank on all seven projections of every layer, with random values of a trained adapter's size: for
+/// measurements.
+///
+/// # Errors
+/// [`Error::Adapter`](crate::Error::Adapter) for a rank of 0. Panics: none.
+pub fn random_adapter(config: &Qwen3Config, rank: usize, seed: u64) -> crate::Result<Adapter> {
+    let names = Projection::ALL.map(|p| p.name().rsplit('.').next().unwrap_or_default());
+    let settings = AdapterConfig::new(rank, 2.0 * rank as f64, names);
+    let tensors = (0..config.n_layers).flat_map(|layer| {
+        Projection::ALL.into_iter().flat_map(move |projection| {
+            let [out, columns] = config.projection_shape(projection);
+            let name = projection.module(layer);
+            // A as at the start of training, B after some of it: a change of a few per cent of the weights.
+            let bound = 1.0 / (columns as f32).sqrt();
+            [
+                (format!("{name}.lora_A.weight"), [rank, columns], bound),
+                (format!("{name}.lora_B.weight"), [out, rank], 0.02 * bound),
+            ]
+        })
+    });
+    let tensors: Vec<_> = tensors.collect();
+    let values: Vec<Vec<f32>> = tensors
+        .par_iter()
+        .map(|(name, shape, bound)| uniform(seed, name, shape[0] * shape[1], *bound))
+        .collect();
+    let slices: Vec<TensorSlice<'_>> = tensors
+        .iter()
+        .zip(&values)
+        .map(|((name, shape, _), values)| TensorSlice {
+            name,
+            shape,
+            values: TensorValues::F32(values),
+        })
+        .collect();
+    Ok(Adapter::from_tensors(settings, &slices)?)
+}
+
+/// Values between −bound and bound.
+fn uniform(seed: u64, name: &str, n: usize, bound: f32) -> Vec<f32> {
+    // xorshift64*: quick, and good enough for measurements.
+    let mut state = crate::random::stream(seed, name) | 1;
+    let next = || {
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        let bits = state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 40;
+        bound * (bits as f32 / (1u64 << 23) as f32 - 1.0)
+    };
+    std::iter::repeat_with(next).take(n).collect()
 }
 
 /// Index of a projection among [`modules`].

@@ -27,7 +27,7 @@ mod safetensors_file;
 pub mod step;
 mod weights;
 
-pub use adapters::{AdapterReport, MergeMode, PristineWeights, modules};
+pub use adapters::{AdapterReport, MergeMode, PristineCopy, PristineWeights, modules, random_adapter};
 pub use backend::{Backend, Norm, walk};
 pub use config::Qwen3Config;
 pub use cpu::{CpuBackend, LoadOptions};

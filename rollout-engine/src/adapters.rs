@@ -157,7 +157,9 @@ pub struct PolicyUpdate {
     pub pristine_bytes: u64,
     /// Bytes of merged weights held beside the base.
     pub merged_bytes: u64,
-    /// Wall time of merging, without the time of reading adapters and of steps that were waited for.
+    /// Wall time of writing the weights.
+    pub merge_elapsed: Duration,
+    /// Wall time of the change, without the time of reading adapters and of steps that were waited for.
     pub elapsed: Duration,
     /// Settings of adapters that are overridden as in PEFT.
     pub warnings: Vec<String>,
@@ -175,6 +177,7 @@ impl From<AdapterReport> for PolicyUpdate {
             differs_from_base: report.differs_from_base,
             pristine_bytes: report.memory.pristine_bytes as u64,
             merged_bytes: report.memory.merged_bytes as u64,
+            merge_elapsed: report.merge_elapsed,
             elapsed: report.elapsed,
             warnings: report.warnings,
             continued_requests: 0,

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use paged_kv::KvDtype;
-use qwen3_model::{GenerationConfig, MergeMode, Qwen3Config};
+use qwen3_model::{GenerationConfig, MergeMode, PristineCopy, Qwen3Config};
 
 use crate::adapters::{AdapterSet, AdapterSource, PolicyUpdate};
 use crate::device::{self, DeviceChoice, OpenedDevice};
@@ -30,6 +30,8 @@ pub(crate) struct RunnerSettings {
     pub(crate) kv_dtype: Option<KvDtype>,
     /// On a GPU, launch decode steps kernel by kernel.
     pub(crate) eager: bool,
+    /// On a GPU, where pristine copies of adapted weights live.
+    pub(crate) pristine: PristineCopy,
 }
 
 /// An engine with what there is to say about how it was built.
@@ -137,6 +139,14 @@ impl EngineBuilder {
     #[must_use]
     pub fn merge_mode(mut self, mode: MergeMode) -> Self {
         self.merge_mode = mode;
+        self
+    }
+
+    /// Where the pristine copies of weights that adapters target live on a GPU: memory against the time of a refresh, with
+    /// the same results. Default: in device memory. On a CPU it is the model file, if that is bf16.
+    #[must_use]
+    pub fn pristine_copy(mut self, place: PristineCopy) -> Self {
+        self.settings.pristine = place;
         self
     }
 

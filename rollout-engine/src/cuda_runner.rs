@@ -16,7 +16,9 @@ use cuda_graphs::{Compiler, Device};
 use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{KvDtype, KvLayout, PageTable};
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, Pending, WeightSource};
-use qwen3_model::{Backend, LogitRows, MergeMode, Qwen3Config, SequenceChunk, StepBatch, StepPlanner};
+use qwen3_model::{
+    Backend, LogitRows, MergeMode, PristineCopy, Qwen3Config, SequenceChunk, StepBatch, StepPlanner,
+};
 
 use crate::Error;
 use crate::adapters::PolicyUpdate;
@@ -37,6 +39,8 @@ pub struct CudaSettings {
     pub ordinal: usize,
     /// Whether decode steps are captured as graphs; without, the same work is launched kernel by kernel.
     pub capture: bool,
+    /// Where pristine copies of adapted weights live.
+    pub pristine: PristineCopy,
 }
 
 impl Default for CudaSettings {
@@ -44,6 +48,7 @@ impl Default for CudaSettings {
         Self {
             ordinal: 0,
             capture: true,
+            pristine: PristineCopy::default(),
         }
     }
 }
@@ -71,7 +76,7 @@ pub struct CudaRunner {
     start: CudaStart,
     free_at_start: u64,
     /// Weights held twice because of adapters.
-    merged_bytes: u64,
+    adapter_bytes: u64,
     pending: VecDeque<Pending>,
     chunks: Vec<SequenceChunk>,
     rows: Vec<DecodeRow>,
@@ -128,7 +133,7 @@ impl CudaRunner {
             n_pages: shape.n_pages,
             page_size: shape.page_size,
         };
-        let backend =
+        let mut backend =
             CudaBackend::new(&device, &compiler, config.clone(), weights, options).map_err(|error| {
                 match error {
                     qwen3_model::Error::Cuda(error @ cuda_graphs::Error::MissingLibrary { .. }) => {
@@ -137,6 +142,7 @@ impl CudaRunner {
                     other => Error::Model(other),
                 }
             })?;
+        backend.set_pristine_copy(settings.pristine)?;
         let load_s = begin.elapsed().as_secs_f64() - open_s;
         let info = device.info();
         let (major, minor) = info.compute_capability;
@@ -155,7 +161,7 @@ impl CudaRunner {
                 ..CudaStart::default()
             },
             free_at_start: free,
-            merged_bytes: 0,
+            adapter_bytes: 0,
             pending: VecDeque::new(),
             chunks: Vec::new(),
             rows: Vec::new(),
@@ -224,7 +230,7 @@ impl Runner for CudaRunner {
     fn memory(&self) -> RunnerMemory {
         RunnerMemory {
             weight_bytes: self.backend.weight_bytes(),
-            merged_bytes: self.merged_bytes,
+            adapter_bytes: self.adapter_bytes,
             kv_bytes: self.backend.kv_layout().bytes().unwrap_or(u64::MAX),
         }
     }
@@ -291,7 +297,7 @@ impl Runner for CudaRunner {
 
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
         let update = PolicyUpdate::from(self.backend.set_adapters(active, mode)?);
-        self.merged_bytes = update.merged_bytes;
+        self.adapter_bytes = update.pristine_bytes;
         Ok(update)
     }
 

@@ -111,7 +111,7 @@ fn open_cpu(
     let backend = CpuBackend::new(config.clone(), weights, &options)?;
     let memory = RunnerMemory {
         weight_bytes: backend.weights().bytes(),
-        merged_bytes: 0,
+        adapter_bytes: 0,
         kv_bytes: backend.kv_layout().bytes()?,
     };
     let device = format!("cpu ({} threads)", rayon::current_num_threads());
@@ -146,6 +146,7 @@ fn open_cuda(
     let cuda = CudaSettings {
         ordinal,
         capture: !settings.eager,
+        pristine: settings.pristine,
     };
     let runner = CudaRunner::open(config, WeightSource::Given(&weights), &settings.pool, &cuda)?;
     Ok(Box::new(runner))

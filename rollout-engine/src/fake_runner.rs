@@ -241,7 +241,7 @@ impl Runner for FakeRunner {
     fn memory(&self) -> RunnerMemory {
         RunnerMemory {
             weight_bytes: 0,
-            merged_bytes: 0,
+            adapter_bytes: 0,
             kv_bytes: (self.cells.len() * 8) as u64,
         }
     }
@@ -326,6 +326,7 @@ impl Runner for FakeRunner {
             differs_from_base: !active.is_empty(),
             pristine_bytes: 0,
             merged_bytes: 0,
+            merge_elapsed: Duration::ZERO,
             elapsed: Duration::ZERO,
             warnings: Vec::new(),
             continued_requests: 0,

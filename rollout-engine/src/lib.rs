@@ -35,7 +35,7 @@ pub use fake_runner::FakeRunner;
 pub use lora_merge::PolicyVersion;
 pub use model_runner::ModelRunner;
 pub use pool::PoolSettings;
-pub use qwen3_model::MergeMode;
+pub use qwen3_model::{MergeMode, PristineCopy};
 pub use request::{ChatPrompt, Prompt, Request, SamplingParams};
 pub use runner::{Runner, RunnerShape};
 pub use scheduler::Scheduler;

@@ -136,7 +136,7 @@ impl<B: Backend> Runner for ModelRunner<B> {
 
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
         let update = PolicyUpdate::from(self.model.set_adapters(active, mode)?);
-        self.memory.merged_bytes = update.merged_bytes;
+        self.memory.adapter_bytes = update.merged_bytes;
         Ok(update)
     }
 

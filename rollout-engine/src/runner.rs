@@ -109,10 +109,10 @@ pub struct SampledToken {
 /// Bytes that a runner holds, by what for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunnerMemory {
-    /// Weights, without those that adapters added.
+    /// Weights, each once.
     pub weight_bytes: u64,
-    /// Merged weights beside the base.
-    pub merged_bytes: u64,
+    /// The second copy of weights that adapters target.
+    pub adapter_bytes: u64,
     /// KV cache, all pages.
     pub kv_bytes: u64,
 }

@@ -479,6 +479,7 @@ impl Backend for CpuBackend {
             },
             recomputed: refresh.recomputed,
             memory: self.store.memory(),
+            merge_elapsed: refresh.elapsed,
             elapsed: start.elapsed(),
         })
     }

@@ -21,6 +21,7 @@
 //! The numbers: weights, keys, values and the inputs of products are bf16; the residual stream, what
 //! is added to it, norms, rotations, sums and logits are f32.
 
+mod adapters;
 mod attention;
 mod inputs;
 mod operations;
@@ -45,6 +46,7 @@ pub use results::{Pending, SampledToken};
 
 use crate::launch::Kernels;
 use crate::{Backend, Error, Projection, Qwen3Config, Result, StepPlan, Weights, walk};
+use adapters::Adapters;
 use attention::Attention;
 use inputs::{DecodeInputs, PackedInputs, Sampled, SampledBy};
 use results::Results;
@@ -157,6 +159,7 @@ pub struct CudaBackend {
     matmul: Matmul,
     attention: Attention,
     weights: DeviceWeights,
+    adapters: Adapters,
     cos_sin: DeviceBuffer<f32>,
     cache: CudaKvCache,
     mirror: PageTableMirror,
@@ -203,6 +206,13 @@ impl CudaBackend {
             page_size: options.page_size,
             dtype: KvDtype::Bf16,
         };
+        let adapters = Adapters::new(
+            compiler,
+            match weights {
+                WeightSource::Given(weights) => Some(weights),
+                WeightSource::Random(_) => None,
+            },
+        );
         let weights = match weights {
             WeightSource::Given(weights) => DeviceWeights::upload(&stream, &config, weights)?,
             WeightSource::Random(seed) => DeviceWeights::random(&stream, &kernels, &config, seed)?,
@@ -234,6 +244,7 @@ impl CudaBackend {
             matmul,
             attention,
             weights,
+            adapters,
             cache,
             buckets,
         };

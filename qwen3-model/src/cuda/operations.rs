@@ -2,6 +2,7 @@
 //! the present step and gives one or two launches to the stream.
 
 use cuda_graphs::MatmulDims;
+use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{KvLayout, PageCopy};
 
 use super::attention::Operands;
@@ -10,7 +11,7 @@ use super::profile::Stage;
 use super::weights::fused_shape;
 use super::{CudaBackend, Rows};
 use crate::launch::{Greedy, QkvRopeWrite, RmsNorm, TokenSource};
-use crate::{Backend, Error, FusedMatrix, Norm, Qwen3Config, Result, StepPlan};
+use crate::{AdapterReport, Backend, Error, FusedMatrix, MergeMode, Norm, Qwen3Config, Result, StepPlan};
 
 impl CudaBackend {
     fn n_rows(&self) -> usize {
@@ -327,5 +328,21 @@ impl Backend for CudaBackend {
 
     fn copy_pages(&mut self, copies: &[PageCopy]) -> Result<()> {
         Ok(self.cache.copy_pages(&self.stream, copies)?)
+    }
+
+    fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<AdapterReport> {
+        self.merge_adapters(active, mode)
+    }
+
+    fn policy(&self) -> PolicyVersion {
+        self.policy_in_force()
+    }
+
+    fn base_sha256(&mut self) -> Result<[u8; 32]> {
+        self.sha256(false)
+    }
+
+    fn served_sha256(&mut self) -> Result<[u8; 32]> {
+        self.sha256(true)
     }
 }

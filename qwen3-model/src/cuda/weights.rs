@@ -183,6 +183,11 @@ impl DeviceWeights {
         self.head.as_ref().unwrap_or(&self.embed)
     }
 
+    /// Whether the head is the embedding.
+    pub(crate) fn is_tied(&self) -> bool {
+        self.head.is_none()
+    }
+
     /// Bytes on the device.
     pub(crate) fn bytes(&self) -> u64 {
         let head = self.head.as_ref().map_or(0, DeviceBuffer::len);

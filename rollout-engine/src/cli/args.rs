@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+use qwen3_model::PristineCopy;
 
 use crate::device::DeviceChoice;
 use crate::pool::PoolSettings;
@@ -49,6 +50,11 @@ pub(super) struct GenerateArgs {
     /// merged form. CPU only so far.
     #[arg(long, requires = "adapter")]
     pub(super) no_merge_lora: bool,
+
+    /// On a GPU, where pristine copies of the weights that adapters target live: device, pinned (page-locked host memory)
+    /// or file (read again at every refresh). The results are the same.
+    #[arg(long, value_name = "PLACE", default_value = "device")]
+    pub(super) lora_pristine: PristineCopy,
 
     /// One prompt, as text. Default: a few bundled maths prompts.
     #[arg(

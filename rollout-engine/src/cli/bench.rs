@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::Args;
+use lora_merge::ActiveAdapter;
 use paged_kv::PageTable;
 use qwen3_model::cuda::{DecodeRow, StageTime, WeightSource};
-use qwen3_model::{Qwen3Config, Weights};
+use qwen3_model::{MergeMode, PristineCopy, Qwen3Config, Weights, random_adapter};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -76,6 +77,14 @@ pub(super) struct BenchArgs {
     #[arg(long, value_name = "N", value_parser = positive)]
     max_prefill_tokens: Option<usize>,
 
+    /// Serve a random adapter of this rank on all seven projections, merged, and time a refresh.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    lora_rank: Option<usize>,
+
+    /// With --lora-rank, where pristine copies live: device, pinned or file.
+    #[arg(long, value_name = "PLACE", default_value = "device", requires = "lora_rank")]
+    lora_pristine: PristineCopy,
+
     /// Launch decode steps kernel by kernel instead of replaying CUDA graphs.
     #[arg(long)]
     no_capture_cudagraph: bool,
@@ -95,6 +104,46 @@ pub(super) struct BenchArgs {
     /// Write all numbers to this file as JSON: an object, or a list of objects with --batches.
     #[arg(long, value_name = "FILE")]
     stats_path: Option<PathBuf>,
+}
+
+/// Refreshes that are timed.
+const REFRESHES: usize = 5;
+
+/// Medians over [`REFRESHES`].
+#[derive(serde::Serialize)]
+struct Refresh {
+    /// From adapters in host memory to the new policy.
+    total_ms: f64,
+    /// Of which the pass over the weights.
+    merge_ms: f64,
+}
+
+/// Serves a random adapter, and times refreshes between two.
+fn refresh(
+    runner: &mut CudaRunner,
+    config: &Qwen3Config,
+    rank: usize,
+    seed: u64,
+) -> Result<Refresh, CliError> {
+    let adapter = |seed| {
+        random_adapter(config, rank, seed)
+            .map(ActiveAdapter::new)
+            .map_err(Error::from)
+    };
+    let adapters = [[adapter(seed)?], [adapter(seed.wrapping_add(1))?]];
+    let (mut total, mut merge) = (Vec::new(), Vec::new());
+    for i in 0..=REFRESHES {
+        let update = runner.set_adapters(&adapters[(i + REFRESHES) % 2], MergeMode::Merged)?;
+        // The first one takes the pristine copies and loads the kernels.
+        if i > 0 {
+            total.push(update.elapsed.as_secs_f64() * 1e3);
+            merge.push(update.merge_elapsed.as_secs_f64() * 1e3);
+        }
+    }
+    Ok(Refresh {
+        total_ms: median(&total),
+        merge_ms: median(&merge),
+    })
 }
 
 /// What one batch size gave.
@@ -127,11 +176,16 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
     let settings = CudaSettings {
         ordinal,
         capture: !args.no_capture_cudagraph,
+        pristine: args.lora_pristine,
     };
     let pool = pool(args, largest);
     let begin = Instant::now();
-    let (runner, config, backend) = open(args, &pool, &settings)?;
+    let (mut runner, config, backend) = open(args, &pool, &settings)?;
     let load_s = begin.elapsed().as_secs_f64();
+    let refresh = match args.lora_rank {
+        Some(rank) => Some(refresh(&mut runner, &config, rank, args.seed)?),
+        None => None,
+    };
     let start = *runner.start();
     let device = runner.device();
     let memory = runner.memory();
@@ -163,6 +217,8 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
             report["open_s"] = json!(start.open_s);
             report["weights_and_kernels_s"] = json!(start.load_s);
             report["capture_s"] = json!(start.capture_s);
+            report["lora_rank"] = json!(args.lora_rank);
+            report["refresh"] = json!(refresh);
             report["graphs"] = json!(start.graphs);
             report["peak_memory_gb"] = json!(peak as f64 / 1e9);
             report["weight_gb"] = json!(memory.weight_bytes as f64 / 1e9);
@@ -171,6 +227,12 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         })
         .collect();
     write_stdout(&table(&device, load_s, peak, &reports))?;
+    if let (Some(refresh), Some(rank)) = (&refresh, args.lora_rank) {
+        write_stdout(&format!(
+            "refresh of rank {rank} on all projections: {:.2} ms, of which writing weights {:.2} ms (median of {REFRESHES})\n",
+            refresh.total_ms, refresh.merge_ms
+        ))?;
+    }
     if let Some(path) = &args.stats_path {
         let value = if args.batches.is_empty() {
             reports[0].clone()

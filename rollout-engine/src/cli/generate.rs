@@ -36,7 +36,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         .model(&model_dir)
         .device(args.device)
         .pool(args.pool())
-        .capture_graphs(!args.no_capture_cudagraph);
+        .capture_graphs(!args.no_capture_cudagraph)
+        .pristine_copy(args.lora_pristine);
     for dir in &args.adapter {
         builder = builder.adapter(dir);
     }

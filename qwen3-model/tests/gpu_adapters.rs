@@ -1,0 +1,298 @@
+//! Adapters on a GPU: the bits of the CPU's merge, captured graphs across refreshes, failures, times.
+#![cfg(feature = "cuda")]
+#![expect(clippy::print_stdout, reason = "the timing test prints what it measured")]
+
+mod gpu_support;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use gpu_support::{Gpu, config, repository};
+use half::bf16;
+use lora_merge::{ActiveAdapter, Adapter, DriftOptions, DriftSubject, MergedStore, verify_no_drift};
+use paged_kv::PageTable;
+use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, WeightSource};
+use qwen3_model::{
+    Backend, Error, MergeMode, PristineCopy, PristineWeights, Projection, Qwen3Config, Weights, modules,
+    random_adapter,
+};
+
+const PLACES: [PristineCopy; 3] = [PristineCopy::Device, PristineCopy::Pinned, PristineCopy::File];
+/// All fixtures but the one with biases, which a GPU refuses so far.
+const NAMES: [&str; 7] = [
+    "mult-r32",
+    "qv-r8",
+    "rslora-r8",
+    "dora-r8",
+    "pattern",
+    "layers13-r4",
+    "mult-r32+qv-r8",
+];
+
+fn active(name: &str) -> Vec<ActiveAdapter> {
+    let load =
+        |name| ActiveAdapter::new(Adapter::load(repository().join("fixtures/adapters").join(name)).unwrap());
+    name.split('+').map(load).collect()
+}
+
+fn options() -> CudaOptions {
+    CudaOptions {
+        max_tokens: 256,
+        max_batch_size: 4,
+        max_seq_length: 256,
+        n_pages: 65,
+        page_size: 16,
+    }
+}
+
+fn tiny() -> (Qwen3Config, Weights) {
+    let dir = repository().join("rollout-engine/models/tiny-qwen3-math");
+    let config = Qwen3Config::from_dir(&dir).unwrap();
+    let weights = Weights::open(&dir, &config).unwrap();
+    (config, weights)
+}
+
+fn backend(gpu: &Gpu, config: &Qwen3Config, weights: WeightSource<'_>) -> CudaBackend {
+    CudaBackend::new(&gpu.device, &gpu.compiler, config.clone(), weights, options()).unwrap()
+}
+
+/// All projections as they are served, with their addresses.
+fn served(backend: &CudaBackend) -> Vec<(u64, Vec<bf16>)> {
+    let layers = 0..backend.config().n_layers;
+    layers
+        .flat_map(|layer| Projection::ALL.map(|projection| (layer, projection)))
+        .map(|(layer, projection)| {
+            let slice = backend.projection(layer, projection).unwrap();
+            (slice.ptr(), backend.stream().download(slice).unwrap())
+        })
+        .collect()
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn merged_bits_are_those_of_the_cpu_wherever_the_pristine_copy_lives() {
+    let gpu = Gpu::open();
+    let (config, weights) = tiny();
+    let mut store = MergedStore::new(modules(&config), PristineWeights::new(weights.clone())).unwrap();
+    for place in PLACES {
+        let mut backend = backend(&gpu, &config, WeightSource::Given(&weights));
+        backend.set_pristine_copy(place).unwrap();
+        let base = served(&backend);
+        for (number, name) in NAMES.into_iter().enumerate() {
+            let report = backend.set_adapters(&active(name), MergeMode::Merged).unwrap();
+            let expected = store.refresh(&active(name)).unwrap();
+            assert_eq!(report.version.number, number as u64 + 1);
+            assert_eq!(report.version.sha256, expected.version.sha256);
+            assert_eq!(report.adapted_modules, expected.adapted_modules);
+            assert!(report.changed_modules > 0 && report.differs_from_base);
+            for (module, ((address, bits), (before, _))) in served(&backend).iter().zip(&base).enumerate() {
+                assert_eq!(address, before, "{name}: storage moved");
+                assert!(
+                    store.weight(module).unwrap() == bits,
+                    "{place:?} {name}: module {module}"
+                );
+            }
+        }
+        let memory = backend
+            .set_adapters(&active("mult-r32"), MergeMode::Merged)
+            .unwrap()
+            .memory;
+        assert_eq!(memory.pristine_bytes == 0, place == PristineCopy::File);
+        // Another place needs another backend.
+        let other = if place == PristineCopy::Device {
+            PristineCopy::Pinned
+        } else {
+            PristineCopy::Device
+        };
+        assert!(matches!(
+            backend.set_pristine_copy(other),
+            Err(Error::Option { .. })
+        ));
+        let report = backend.set_adapters(&[], MergeMode::Merged).unwrap();
+        assert!(!report.differs_from_base && report.changed_modules > 0);
+        assert!(served(&backend) == base, "{place:?}: the base came back");
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn captured_graphs_compute_with_what_a_refresh_wrote() {
+    let gpu = Gpu::open();
+    let (config, weights) = tiny();
+    let mut graphs = backend(&gpu, &config, WeightSource::Given(&weights));
+    let mut eager = backend(&gpu, &config, WeightSource::Given(&weights));
+    graphs.capture().unwrap();
+    let mut table = PageTable::new(options().page_table()).unwrap();
+    let rows: Vec<DecodeRow> = (0..3)
+        .map(|_| {
+            let slot = table.allocate_slot().unwrap();
+            let _ = table.reserve(slot, 16).unwrap();
+            table.advance(slot, 16).unwrap();
+            DecodeRow {
+                slot: slot.index(),
+                position: 0,
+            }
+        })
+        .collect();
+    graphs.sync_pages(&mut table.clone()).unwrap();
+    eager.sync_pages(&mut table).unwrap();
+    let mut seen = Vec::new();
+    for (position, name) in ["", "mult-r32", "dora-r8", "qv-r8", "mult-r32+qv-r8", ""]
+        .into_iter()
+        .enumerate()
+    {
+        let rows: Vec<DecodeRow> = rows
+            .iter()
+            .map(|row| DecodeRow {
+                slot: row.slot,
+                position,
+            })
+            .collect();
+        let active = if name.is_empty() { vec![] } else { active(name) };
+        let mut results = Vec::new();
+        for backend in [&mut graphs, &mut eager] {
+            backend.set_adapters(&active, MergeMode::Merged).unwrap();
+            backend.decode(&rows).unwrap();
+            let pending = backend.read_back(0, rows.len()).unwrap();
+            let sampled = backend.collect(pending).unwrap();
+            results.push(
+                sampled
+                    .iter()
+                    .map(|s| (s.token, s.logprob.to_bits()))
+                    .collect::<Vec<_>>(),
+            );
+        }
+        assert_eq!(results[0], results[1], "replay and eager under {name:?}");
+        assert!(
+            !seen.contains(&results[0]),
+            "{name:?} gave what another policy gave"
+        );
+        seen.push(results.remove(0));
+        graphs.verify_decode(&rows).unwrap();
+        eager.reset().unwrap();
+        graphs.reset().unwrap();
+        // `verify_decode` made the step again: the other follows.
+        eager.decode(&rows).unwrap();
+        eager.reset().unwrap();
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_refresh_that_fails_at_any_step_leaves_the_former_bits() {
+    let gpu = Gpu::open();
+    let (config, weights) = tiny();
+    for place in PLACES {
+        let mut backend = backend(&gpu, &config, WeightSource::Given(&weights));
+        backend.set_pristine_copy(place).unwrap();
+        backend.set_adapters(&active("qv-r8"), MergeMode::Merged).unwrap();
+        let (version, before) = (backend.policy(), served(&backend));
+        let (fails_at, asked) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let hook = {
+            let (fails_at, asked) = (fails_at.clone(), asked.clone());
+            move |_| asked.fetch_add(1, Ordering::SeqCst) == fails_at.load(Ordering::SeqCst)
+        };
+        backend.set_fault_hook(Some(Box::new(hook)));
+        let mut failed = 0;
+        loop {
+            asked.store(0, Ordering::SeqCst);
+            fails_at.store(failed, Ordering::SeqCst);
+            match backend.set_adapters(&active("dora-r8"), MergeMode::Merged) {
+                Ok(_) => break,
+                Err(error) => assert!(error.to_string().contains("fail"), "{error}"),
+            }
+            assert_eq!(backend.policy(), version);
+            assert!(served(&backend) == before, "{place:?}: step {failed}");
+            failed += 1;
+        }
+        assert!(failed > 3, "{failed} steps were made to fail");
+        // Real failures: weights beyond bf16, adapters that do not fit, what a GPU does not do.
+        backend.set_fault_hook(None);
+        let (version, before) = (backend.policy(), served(&backend));
+        let mut huge = active("mult-r32");
+        huge[0].weight = f32::MAX;
+        for (active, mode) in [
+            (huge, MergeMode::Merged),
+            (active("lorabias-r4"), MergeMode::Merged),
+            (active("qv-r8"), MergeMode::Unmerged),
+        ] {
+            assert!(backend.set_adapters(&active, mode).is_err());
+            assert_eq!(backend.policy(), version);
+            assert!(served(&backend) == before);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn random_weights_have_no_file_to_read_again() {
+    let gpu = Gpu::open();
+    let config = config(64, 64, 4, 2);
+    let adapter = [ActiveAdapter::new(random_adapter(&config, 4, 1).unwrap())];
+    let mut backend = backend(&gpu, &config, WeightSource::Random(7));
+    let base = backend.base_sha256().unwrap();
+    backend.set_pristine_copy(PristineCopy::File).unwrap();
+    assert!(matches!(
+        backend.set_adapters(&adapter, MergeMode::Merged),
+        Err(Error::Option { .. })
+    ));
+    backend.set_pristine_copy(PristineCopy::Pinned).unwrap();
+    backend.set_adapters(&adapter, MergeMode::Merged).unwrap();
+    assert_ne!(backend.served_sha256().unwrap(), base);
+    assert_eq!(backend.base_sha256().unwrap(), base);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn the_base_on_the_device_does_not_drift() {
+    let gpu = Gpu::open();
+    let (config, weights) = tiny();
+    let mut cpu = qwen3_model::CpuBackend::new(
+        config.clone(),
+        weights.clone(),
+        &qwen3_model::LoadOptions::default(),
+    )
+    .unwrap();
+    for place in PLACES {
+        let mut backend = backend(&gpu, &config, WeightSource::Given(&weights));
+        backend.set_pristine_copy(place).unwrap();
+        let report = verify_no_drift(&mut backend, &active("mult-r32"), &DriftOptions::default()).unwrap();
+        assert!(report.passed(), "{report:?}");
+        assert_eq!(
+            report.base_hash_before,
+            lora_merge::hex(&cpu.base_digest().unwrap())
+        );
+        cpu.refresh(&active("mult-r32")).unwrap();
+        assert_eq!(
+            report.inference_hash_after_restore,
+            lora_merge::hex(&cpu.served_digest().unwrap())
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn refresh_times_at_the_shape_of_qwen3_4b() {
+    let gpu = Gpu::open();
+    let config = Qwen3Config::published_shape("qwen3-4b").unwrap();
+    for place in [PristineCopy::Device, PristineCopy::Pinned] {
+        let mut backend = backend(&gpu, &config, WeightSource::Random(0));
+        backend.set_pristine_copy(place).unwrap();
+        for rank in [32, 128] {
+            let adapter = |seed| [ActiveAdapter::new(random_adapter(&config, rank, seed).unwrap())];
+            let adapters = [adapter(1), adapter(2)];
+            let mut times = Vec::new();
+            for i in 0..6 {
+                let report = backend.set_adapters(&adapters[i % 2], MergeMode::Merged).unwrap();
+                assert_eq!(report.changed_modules, 7 * config.n_layers);
+                times.push((report.merge_elapsed, report.elapsed));
+            }
+            times.remove(0);
+            times.sort();
+            let (merge, total) = times[2];
+            println!(
+                "{place:?}, rank {rank}: weights written in {merge:.2?}, {total:.2?} with matching and upload"
+            );
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! Adapters through the engine on a GPU, against the golden completions of PEFT.
+#![cfg(feature = "cuda")]
+
+use std::path::PathBuf;
+
+use lora_merge::{ActiveAdapter, Adapter, DriftOptions, verify_no_drift};
+use rollout_engine::{AdapterSource, DeviceChoice, Engine, Error, MergeMode, Request};
+
+/// Where the reference's two best logits are nearer than this, a bf16 engine may choose the other token.
+const CLOSE: f64 = 0.05;
+
+/// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
+fn repository() -> PathBuf {
+    let built = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+    let places = [built, PathBuf::from("."), PathBuf::from("..")];
+    let found = places
+        .into_iter()
+        .find(|place| place.join("fixtures/golden").is_dir());
+    found.expect("run this in the repository, which holds fixtures/golden")
+}
+
+fn adapter(name: &str) -> PathBuf {
+    repository().join("fixtures/adapters").join(name)
+}
+
+fn engine(mode: MergeMode) -> Result<Engine, Error> {
+    Engine::builder()
+        .model(repository().join("rollout-engine/models/tiny-qwen3-math"))
+        .device(DeviceChoice::Cuda(0))
+        .max_batch_size(16)
+        .n_pages(1 + 16 * 8)
+        .max_seq_length(512)
+        .max_prefill_tokens(1024)
+        .merge_mode(mode)
+        .build()
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn golden_completions_of_merged_adapters() {
+    let mut engine = engine(MergeMode::Merged).expect("builds");
+    for name in [
+        "mult-r32",
+        "qv-r8",
+        "rslora-r8",
+        "dora-r8",
+        "pattern",
+        "layers13-r4",
+        "mult-r32+qv-r8",
+    ] {
+        let update = engine
+            .load_adapters(
+                name.split('+')
+                    .map(|name| (AdapterSource::from(adapter(name)), 1.0)),
+            )
+            .expect("loads");
+        let path = repository().join(format!("fixtures/golden/greedy-{name}.json"));
+        let golden: Vec<serde_json::Value> =
+            serde_json::from_slice(&std::fs::read(path).expect("readable")).expect("JSON");
+        let ids =
+            |value: &serde_json::Value| -> Vec<u32> { serde_json::from_value(value.clone()).expect("ids") };
+        let requests: Vec<Request> = golden
+            .iter()
+            .map(|case| Request::token_ids(ids(&case["prompt_ids"])).max_new_tokens(400))
+            .collect();
+        let (mut sure, mut equal) = (0, 0);
+        for (case, completion) in golden.iter().zip(engine.generate(&requests).expect("runs")) {
+            let completion = completion.expect("completes");
+            assert_eq!(completion.policies.len(), 1);
+            assert_eq!(completion.policies[0].version, update.version);
+            let same = completion.token_ids == ids(&case["completion_ids"]);
+            equal += usize::from(same);
+            if case["min_top2_logit_gap"].as_f64().expect("a gap") > 2.0 * CLOSE {
+                sure += 1;
+                assert!(same, "{name}: a sure completion differs");
+            }
+        }
+        eprintln!("{name}: {equal} of {} equal, {sure} sure", golden.len());
+        assert!(
+            2 * equal > golden.len(),
+            "{name}: only {equal} of {} are equal",
+            golden.len()
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_change_under_way_is_marked_with_both_policies() {
+    let mut engine = engine(MergeMode::Merged).expect("builds");
+    engine.load_adapter(adapter("mult-r32")).expect("loads");
+    let request = Request::user("What is 23 times 45?").max_new_tokens(40);
+    engine.submit(&request).expect("accepted");
+    for _ in 0..8 {
+        engine.step().expect("runs");
+    }
+    let update = engine.load_adapter(adapter("qv-r8")).expect("loads");
+    assert_eq!(update.continued_requests, 1);
+    let mut completion = None;
+    while engine.has_unfinished() {
+        for event in engine.step().expect("runs") {
+            if let rollout_engine::Event::Finished { result, .. } = event {
+                completion = Some(result.expect("completes"));
+            }
+        }
+    }
+    let completion = completion.expect("finished");
+    let [first, second] = completion.policies[..] else {
+        panic!("{:?}", completion.policies)
+    };
+    assert_eq!((first.version.number, second.version), (1, update.version));
+    // The rest is what the second policy gives for the tokens up to there.
+    let known: Vec<u32> = (completion.prompt_token_ids.iter())
+        .chain(&completion.token_ids[..second.first_token])
+        .copied()
+        .collect();
+    let left = 40 - second.first_token;
+    let again = engine
+        .generate(&[Request::token_ids(known).max_new_tokens(left)])
+        .expect("runs");
+    let again = again.into_iter().next().expect("one").expect("completes");
+    assert_eq!(again.token_ids, completion.token_ids[second.first_token..]);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn an_engine_does_not_drift_and_refuses_adapters_at_run_time() {
+    let mut merged = engine(MergeMode::Merged).expect("builds");
+    let active = [ActiveAdapter::new(
+        Adapter::load(adapter("mult-r32")).expect("loads"),
+    )];
+    let report = verify_no_drift(&mut merged, &active, &DriftOptions::default()).expect("runs");
+    assert!(report.passed(), "{report:?}");
+    let policy = merged.policy();
+    assert!(merged.set_merge_mode(MergeMode::Unmerged).is_err());
+    assert_eq!(merged.policy(), policy);
+    assert!(merged.refresh().is_ok(), "the mode from before is in force");
+}
