@@ -199,7 +199,7 @@ fn a_refresh_that_fails_at_any_step_leaves_the_former_bits() {
             fails_at.store(failed, Ordering::SeqCst);
             match backend.set_adapters(&active("dora-r8"), MergeMode::Merged) {
                 Ok(_) => break,
-                Err(error) => assert!(error.to_string().contains("fail"), "{error}"),
+                Err(error) => assert!(error.to_string().contains("injected"), "{error}"),
             }
             assert_eq!(backend.policy(), version);
             assert!(served(&backend) == before, "{place:?}: step {failed}");
