@@ -133,7 +133,7 @@ pub trait Backend {
     /// (matrices and norms bf16). A tied head does not count again.
     ///
     /// # Errors
-    /// [`Error::AdapterMode`](crate::Error::AdapterMode) where the backend keeps no base apart from what it serves,
+    /// [`Error::AdapterMode`] where the backend keeps no base apart from what it serves,
     /// as in this default; errors of the device.
     fn base_sha256(&mut self) -> Result<[u8; 32]> {
         Err(Error::AdapterMode {
