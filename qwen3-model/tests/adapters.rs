@@ -165,6 +165,23 @@ fn an_adapter_that_does_not_fit_leaves_the_previous_one_in_force() {
 }
 
 #[test]
+fn weights_beyond_bf16_are_refused_and_leave_the_previous_policy_in_force() {
+    let mut model = load();
+    let before = model.set_adapters(&active("qv-r8"), MergeMode::Merged).unwrap();
+    let mut huge = active("mult-r32");
+    huge[0].weight = f32::MAX;
+    // Once is still finite in bf16, many times is not.
+    let error = model
+        .set_adapters(&vec![huge[0].clone(); 256], MergeMode::Merged)
+        .unwrap_err();
+    assert!(error.to_string().contains("finite"), "{error}");
+    let (log_prob, _) = compare(&mut model, "qv-r8");
+    assert!(log_prob < 1e-2, "{log_prob}");
+    let again = model.set_adapters(&active("qv-r8"), MergeMode::Merged).unwrap();
+    assert_eq!(again.version.sha256, before.version.sha256);
+}
+
+#[test]
 fn the_base_does_not_drift() {
     let mut model = load();
     let report = verify_no_drift(model.backend_mut(), &active("mult-r32"), &DriftOptions::default()).unwrap();
