@@ -551,6 +551,38 @@ fn output_that_cannot_be_written_is_an_error() {
 }
 
 #[test]
+fn output_over_a_file_that_is_read_is_refused_and_leaves_it_as_it_is() {
+    let dir = folder();
+    let model = dir.path().join("model");
+    std::fs::create_dir(&model).expect("a folder");
+    for file in std::fs::read_dir(tiny_model()).expect("a folder") {
+        let file = file.expect("an entry");
+        std::fs::copy(file.path(), model.join(file.file_name())).expect("copied");
+    }
+    let prompts = write(dir.path(), "in.jsonl", "{\"prompt\": \"a\"}\n");
+    let linked = dir.path().join("linked.jsonl");
+    std::fs::hard_link(&prompts, &linked).expect("linked");
+    let weights_linked = dir.path().join("weights");
+    std::fs::hard_link(model.join("model.safetensors"), &weights_linked).expect("linked");
+    let model_name = model.to_str().expect("text");
+    for output in [
+        model.join("model.safetensors"),
+        model.join("config.json"),
+        weights_linked,
+        linked,
+    ] {
+        let before = std::fs::read(&output).expect("readable");
+        let name = output.to_str().expect("text");
+        let outcome = generate(&["--model", model_name, "--prompts", &prompts, "--output", name]);
+        assert_error(&outcome, 2, &["--output", "name another one"], name);
+        assert!(
+            std::fs::read(&output).expect("readable") == before,
+            "{name} was changed"
+        );
+    }
+}
+
+#[test]
 fn a_reader_that_goes_away_ends_the_run_without_noise() {
     let mut child = command(&["generate", "--device", "cpu", "--output", "-"])
         .spawn()

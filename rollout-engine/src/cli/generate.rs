@@ -1,7 +1,7 @@
 //! `rollout generate`.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -188,11 +188,44 @@ fn source_name(args: &GenerateArgs) -> String {
 }
 
 fn refuse_to_overwrite_the_input(args: &GenerateArgs) -> Result<(), CliError> {
-    let real = |path: &Option<PathBuf>| path.as_ref().and_then(|path| path.canonicalize().ok());
-    match (real(&args.prompts), real(&args.output)) {
-        (Some(input), Some(output)) if input == output => Err(CliError::Usage(
+    // Only a file that is there can be one that is read.
+    let Some(output) = args.output.as_ref().and_then(|path| path.canonicalize().ok()) else {
+        return Ok(());
+    };
+    if args
+        .prompts
+        .as_ref()
+        .is_some_and(|prompts| same_file(prompts, &output))
+    {
+        return Err(CliError::Usage(
             "--output is the file of --prompts: name another one".into(),
-        )),
-        _ => Ok(()),
+        ));
     }
+    // Weights are mapped while the command runs: truncating them would end it, and lose them.
+    for folder in args.model.iter().chain(&args.adapter) {
+        let inside = folder
+            .canonicalize()
+            .is_ok_and(|folder| output.starts_with(folder));
+        let linked = std::fs::read_dir(folder)
+            .is_ok_and(|mut files| files.any(|file| file.is_ok_and(|file| same_file(&file.path(), &output))));
+        if inside || linked {
+            return Err(CliError::Usage(format!(
+                "--output is a file of {}, which is read: name another one",
+                folder.display()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Whether both paths lead to one file, also by links.
+fn same_file(a: &Path, b: &Path) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        if let (Ok(a), Ok(b)) = (a.metadata(), b.metadata()) {
+            return a.is_file() && (a.dev(), a.ino()) == (b.dev(), b.ino());
+        }
+    }
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
