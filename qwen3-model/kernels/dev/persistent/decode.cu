@@ -8,7 +8,7 @@
 // Launch: clusters of 8 blocks (any number up to 32 that the device holds at once), 512 threads, SHARED_BYTES of dynamic shared memory;
 // counters zeroed before.
 #include "matrix_stage.cuh"
-#include "attention_stage.cuh"
+#include "../common/attention_stage.cuh"
 #include "producers.cuh"
 #include "epilogue.cuh"
 

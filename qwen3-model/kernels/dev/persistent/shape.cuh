@@ -6,7 +6,7 @@
 // activations' columns, and the eight partial products meet through distributed shared memory, in a fixed order. So no
 // block reads more than an eighth of an activation, and no sum crosses global memory.
 #pragma once
-#include "ptx.cuh"
+#include "../common/ptx.cuh"
 #ifndef ASYNC_SUMS
 #define ASYNC_SUMS 1   // partial sums travel by st.async (else by plain stores and a release)
 #endif

@@ -8,7 +8,7 @@
 // Launch: BLOCKS blocks, all resident at once (one per multiprocessor), 512 threads, SHARED_BYTES of dynamic shared memory;
 // counters zeroed before.
 #include "matrix_stage.cuh"
-#include "attention_stage.cuh"
+#include "../common/attention_stage.cuh"
 #include "producers.cuh"
 #include "epilogue.cuh"
 

@@ -5,7 +5,7 @@
 // no other block to finish a sum; within the block, warps split k and meet in shared memory in a fixed order. The price is
 // that every block reads the whole activation from L2, which is small next to the weights up to a batch of 16 or so.
 #pragma once
-#include "ptx.cuh"
+#include "../common/ptx.cuh"
 #ifndef HIDDEN
 #error "HIDDEN, Q_HEADS, KV_HEADS, INTERMEDIATE, VOCABULARY and BATCH must be defined"
 #endif

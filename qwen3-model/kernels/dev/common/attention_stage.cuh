@@ -7,7 +7,7 @@
 // go to the cache for the steps to come. The tiles hold older tokens only, so the copy engine may fetch them before this
 // step's K and V exist.
 #pragma once
-#include "shared.cuh"
+// Needs the variant's shared.cuh before it.
 
 struct Softmax { float top[2], sum[2]; float out[8][4]; };   // per lane: heads 2t, 2t+1; out[d][..]: dimensions 16d+g, 16d+g+8
 

@@ -48,6 +48,9 @@ __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatil
 __device__ __forceinline__ void copy_box(u32 s, const TensorMap* map, int x, int y, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(s), "l"(map), "r"(x), "r"(y), "r"(barrier) : "memory");
 }
+__device__ __forceinline__ void copy_box3(u32 s, const TensorMap* map, int x, int y, int z, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(s), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
+}
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
