@@ -6,6 +6,7 @@ mod bench;
 mod generate;
 mod input;
 mod inspect;
+mod interrupt;
 mod output;
 mod progress;
 mod verify_no_drift;
@@ -36,19 +37,21 @@ pub enum CliError {
         /// Completions asked for.
         requests: usize,
     },
-    /// The reader of standard output went away.
+    /// The reader of a pipe that the output goes to went away: what it did not read is lost.
     #[error("the reader of the output has gone away")]
     OutputClosed,
 }
 
 impl CliError {
-    /// 2 for bad usage, 1 for a failed run, 130 for an interrupted one, 0 if nobody wanted the rest of the output.
+    /// 2 for bad usage, 1 for a failed run, 130 for an interrupted one. 141 if the reader of the output went away, as
+    /// of a program that SIGPIPE ended: `rollout generate | head` is no error, and `set -o pipefail` sees that output
+    /// was lost.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
             Self::Failed(_) => 1,
             Self::Interrupted { .. } => 130,
-            Self::OutputClosed => 0,
+            Self::OutputClosed => 141,
         }
     }
 }
@@ -78,6 +81,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Err(error) => return report_parse_error(&error),
     };
     start_logging();
+    output::let_size_limits_fail_writes();
     let result = match cli.command {
         args::Command::Generate(args) => generate::run(&args),
         #[cfg(feature = "cuda")]
@@ -87,21 +91,25 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            if !matches!(error, CliError::OutputClosed) {
-                report(&error.to_string());
-            }
-            ExitCode::from(error.exit_code())
-        }
+        Err(error) => failed(&error),
     }
+}
+
+/// Says what went wrong, unless nobody is there to read on, as programs that SIGPIPE ends say nothing.
+fn failed(error: &CliError) -> ExitCode {
+    if !matches!(error, CliError::OutputClosed) {
+        report(&error.to_string());
+    }
+    ExitCode::from(error.exit_code())
 }
 
 /// Help and version go to standard output in full; of a usage error its first line and the advice.
 fn report_parse_error(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() {
-        // Nothing can be done if nobody reads it.
-        let _ = error.print();
-        return ExitCode::SUCCESS;
+        return match output::write_stdout(&error.render().to_string()) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => failed(&error),
+        };
     }
     if error.kind() == clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         report("no command was given: use `rollout generate`, or `rollout --help` for all");

@@ -85,11 +85,11 @@ impl<R: Runner> Engine<R> {
     /// The token ids of a prompt.
     ///
     /// # Errors
-    /// As for [`TextPipeline::encode`], and [`Error::NoTokenizer`].
+    /// As for [`TextPipeline::encode_within`] with the longest sequence of this engine, and [`Error::NoTokenizer`].
     pub fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>, Error> {
         match (prompt, &self.text) {
             (Prompt::TokenIds(ids), _) => Ok(ids.clone()),
-            (_, Some(text)) => text.encode(prompt),
+            (_, Some(text)) => text.encode_within(prompt, self.scheduler.max_tokens()),
             (_, None) => Err(Error::NoTokenizer),
         }
     }

@@ -21,6 +21,19 @@ pub enum Error {
         max_seq_length: usize,
     },
 
+    /// The text of a prompt is longer than any that could fit, so that it was not even tokenized.
+    #[error(
+        "the prompt's text has {bytes} bytes, but the {max_tokens} tokens that a sequence may hold come from at most {max_bytes}: shorten the prompt"
+    )]
+    PromptTextTooLong {
+        /// Bytes of the text as the tokenizer would get it.
+        bytes: usize,
+        /// Most bytes that are tokenized.
+        max_bytes: usize,
+        /// Most tokens of prompt and completion together.
+        max_tokens: usize,
+    },
+
     /// The prompt with one new token needs more positions than all pages together hold.
     #[error(
         "the prompt has {tokens} tokens, but all pages together hold {pool_tokens} with at least one new token: shorten the prompt or raise the number of pages"

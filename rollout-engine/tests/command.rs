@@ -337,6 +337,7 @@ fn broken_prompt_files_name_the_line() {
         (b"{\"prompt\": \"x\"}\n{\"prompt\": ", &["line 2", "EOF"]),
         (b"{\"prompt\": \"x\"}\n\n\xff\xfe\n", &["line 3", "UTF-8"]),
         (b"[1, 2]\n", &["line 1", "expected an object"]),
+        (b"[null, \"x\", null, null, null, null]\n", &["line 1", "a list"]),
         (
             b"{\"prompt\": \"x\", \"messages\": [{}]}\n",
             &["line 1", "more than one"],
@@ -589,7 +590,182 @@ fn a_reader_that_goes_away_ends_the_run_without_noise() {
         .expect("starts");
     drop(child.stdout.take());
     let outcome = finish(child);
+    assert_eq!(
+        (outcome.code, outcome.stderr.as_str()),
+        (Some(141), ""),
+        "as of a program that SIGPIPE ended"
+    );
+    let mut child = command(&["generate", "--help"]).spawn().expect("starts");
+    drop(child.stdout.take());
+    let outcome = finish(child);
+    assert_eq!((outcome.code, outcome.stderr.as_str()), (Some(141), ""), "help");
+}
+
+/// Runs `generate --quiet` on the CPU with two prompts in a shell, behind `prefix` and before `suffix`.
+#[cfg(unix)]
+fn shell(dir: &Path, prefix: &str, arguments: &str, suffix: &str) -> Outcome {
+    let script = format!(
+        "cd '{}' && {prefix} exec '{}' generate --device cpu --quiet --max-new-tokens 40 {arguments} {suffix}",
+        dir.display(),
+        env!("CARGO_BIN_EXE_rollout")
+    );
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", &script])
+        .env_remove("RUST_LOG")
+        .stdin(Stdio::null());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    finish(command.spawn().expect("a shell"))
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_limit_on_the_size_of_files_leaves_whole_lines_and_is_an_error() {
+    let dir = folder();
+    write(dir.path(), "in.jsonl", "{\"prompt\": \"Count\"}\n".repeat(12));
+    for (arguments, suffix, name) in [
+        ("--output out.jsonl", "", "out.jsonl"),
+        ("--output -", "> redirected.jsonl", "redirected.jsonl"),
+        ("--output -", ">> appended.jsonl", "appended.jsonl"),
+    ] {
+        // 4 blocks are 2 or 4 kB, depending on the shell; a line is 1 kB.
+        let arguments = format!("--prompts in.jsonl {arguments}");
+        let outcome = shell(dir.path(), "ulimit -f 4;", &arguments, suffix);
+        assert_error(&outcome, 1, &["File too large", "complete"], name);
+        let text = std::fs::read_to_string(dir.path().join(name)).expect("was written");
+        let written = lines(&text).len();
+        assert!(
+            text.ends_with('\n') && (1..12).contains(&written),
+            "{name}: {text}"
+        );
+    }
+}
+
+#[test]
+#[cfg(unix)]
+fn output_into_the_file_that_is_read_is_refused_whoever_opened_it() {
+    let dir = folder();
+    let content = "{\"prompt\": \"Count\"}\n";
+    write(dir.path(), "in.jsonl", content);
+    for (arguments, suffix) in [
+        ("--prompts - --output in.jsonl", "< in.jsonl"),
+        ("--prompts - --output -", "< in.jsonl >> in.jsonl"),
+        ("--prompts in.jsonl --output -", ">> in.jsonl"),
+        ("--prompts in.jsonl", ">> in.jsonl"),
+    ] {
+        let outcome = shell(dir.path(), "", arguments, suffix);
+        let what = format!("{arguments} {suffix}");
+        assert_error(&outcome, 2, &["is the file of --prompts"], &what);
+        let after = std::fs::read_to_string(dir.path().join("in.jsonl")).expect("is there");
+        assert_eq!(after, content, "{what}");
+    }
+    // Not files: nothing can be lost.
+    let outcome = shell(
+        dir.path(),
+        "",
+        "--prompts - --output /dev/null",
+        "< in.jsonl > /dev/null",
+    );
     assert_eq!((outcome.code, outcome.stderr.as_str()), (Some(0), ""));
+}
+
+#[test]
+fn a_flag_without_effect_on_the_cpu_is_not_ignored() {
+    let adapter = adapter("qv-r8");
+    for flags in [
+        &["--no-capture-cudagraph"][..],
+        &["--lora-pristine", "pinned", "--adapter", &adapter],
+        &["--lora-pristine", "device", "--adapter", &adapter],
+    ] {
+        let outcome = generate(&[&["--prompt", "x"], flags].concat());
+        assert_error(&outcome, 2, &[flags[0], "no effect on the CPU"], flags[0]);
+    }
+    assert_error(
+        &generate(&["--lora-pristine", "pinned"]),
+        2,
+        &["--adapter"],
+        "a place for the copy of nothing",
+    );
+}
+
+#[test]
+fn a_text_that_no_sequence_can_hold_is_refused_before_it_is_tokenized() {
+    let dir = folder();
+    let huge = format!("{{\"prompt\": \"{}\"}}\n", "12 apples, ".repeat(4 << 20));
+    let chat = format!(
+        "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{}\"}}]}}\n",
+        "12 apples, ".repeat(1 << 20)
+    );
+    let prompts = write(
+        dir.path(),
+        "in.jsonl",
+        format!("{{\"prompt\": \"Count\"}}\n{huge}{chat}"),
+    );
+    let outcome = generate(&["--prompts", &prompts, "--max-new-tokens", "2", "--output", "-"]);
+    assert_eq!(
+        (outcome.code, lines(&outcome.stdout).len()),
+        (Some(1), 1),
+        "{}",
+        outcome.stderr
+    );
+    let errors: Vec<_> = outcome.stderr.lines().collect();
+    assert!(
+        errors[0].contains("in.jsonl line 2: the prompt's text has 46137344 bytes"),
+        "{errors:?}"
+    );
+    assert!(
+        errors[0].contains("2048 tokens") && errors[0].contains("at most 524288"),
+        "{errors:?}"
+    );
+    assert!(
+        errors[1].contains("in.jsonl line 3: the prompt's text has 115"),
+        "{errors:?}"
+    );
+    assert!(
+        errors[2].contains("2 of 3 prompts have no completion"),
+        "{errors:?}"
+    );
+}
+
+/// Waits until the process `id` has taken over the signal that Ctrl-C sends.
+#[cfg(target_os = "linux")]
+fn wait_for_handler(id: u32) {
+    let start = Instant::now();
+    loop {
+        let status = std::fs::read_to_string(format!("/proc/{id}/status")).unwrap_or_default();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        let caught = caught.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+        if caught.is_some_and(|mask| mask & 0b10 != 0) {
+            return;
+        }
+        assert!(start.elapsed() < DEADLINE, "no handler: {status}");
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn one_interruption_ends_a_command_that_waits_for_a_pipe() {
+    let dir = folder();
+    let pipe = dir.path().join("pipe");
+    let made = Command::new("mkfifo")
+        .arg(&pipe)
+        .status()
+        .expect("mkfifo is there");
+    assert!(made.success());
+    let pipe = pipe.to_str().expect("UTF-8");
+    for flag in ["--prompts", "--output"] {
+        let child = command(&["generate", "--device", "cpu", flag, pipe])
+            .spawn()
+            .expect("starts");
+        wait_for_handler(child.id());
+        let kill = Command::new("kill")
+            .args(["-INT", &child.id().to_string()])
+            .status();
+        assert!(kill.expect("kill is there").success());
+        let outcome = finish(child);
+        assert_error(&outcome, 130, &["interrupted before the first step"], flag);
+    }
 }
 
 #[test]

@@ -52,9 +52,9 @@ pub(super) struct GenerateArgs {
     pub(super) no_merge_lora: bool,
 
     /// On a GPU, where pristine copies of the weights that adapters target live: device, pinned (page-locked host memory)
-    /// or file (read again at every refresh). The results are the same.
-    #[arg(long, value_name = "PLACE", default_value = "device")]
-    pub(super) lora_pristine: PristineCopy,
+    /// or file (read again at every refresh). The results are the same. Default: device.
+    #[arg(long, value_name = "PLACE", requires = "adapter")]
+    pub(super) lora_pristine: Option<PristineCopy>,
 
     /// One prompt, as text. Default: a few bundled maths prompts.
     #[arg(

@@ -1,27 +1,27 @@
 //! `rollout generate`.
 
 use std::collections::HashMap;
+use std::fs::Metadata;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use qwen3_model::MergeMode;
 
 use super::args::GenerateArgs;
 use super::input::{self, Job};
-use super::output::Output;
+use super::output::{Output, stdin_file, stdout_file};
 use super::progress::Progress;
-use super::{CliError, report};
+use super::{CliError, interrupt, report};
 use crate::completion::{Event, RequestId};
+use crate::device::DeviceChoice;
 use crate::engine::Engine;
 use crate::memory::{format_bytes, peak_memory};
 use crate::text::ChatTemplates;
 use crate::{Error, bundled};
 
-/// Set by Ctrl-C.
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
-
 pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
+    interrupt::install();
+    refuse_what_has_no_effect_on_a_cpu(args)?;
     refuse_to_overwrite_the_input(args)?;
     let model_dir = match &args.model {
         Some(dir) => dir.clone(),
@@ -37,7 +37,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         .device(args.device)
         .pool(args.pool())
         .capture_graphs(!args.no_capture_cudagraph)
-        .pristine_copy(args.lora_pristine);
+        .pristine_copy(args.lora_pristine.unwrap_or_default());
     for dir in &args.adapter {
         builder = builder.adapter(dir);
     }
@@ -49,17 +49,14 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let mut built = built?;
     if let (Some(notice), false) = (&built.notice, args.quiet) {
         report(notice);
+        for flag in gpu_flags(args) {
+            report(&format!("{flag} has no effect on the CPU"));
+        }
     }
     if let (Some(policy), false) = (&built.policy, args.quiet) {
         policy.warnings.iter().for_each(|warning| report(warning));
         policy.remark().into_iter().for_each(report);
     }
-    // A second signal does not wait for the step to end. That no handler can be set only takes the grace away.
-    let _ = ctrlc::set_handler(|| {
-        if INTERRUPTED.swap(true, Ordering::SeqCst) {
-            std::process::exit(130);
-        }
-    });
     let output = Output::open(args.output.as_deref(), jobs.len())?;
     let run = Run {
         jobs: &jobs,
@@ -85,11 +82,9 @@ impl Run<'_> {
     fn run(mut self, engine: &mut Engine, quiet: bool) -> Result<(), CliError> {
         let start = Instant::now();
         self.progress.start(self.jobs.len());
+        // Until the first step there is nothing to keep: an interruption ends the command at once.
         let mut open = HashMap::new();
         for (index, job) in self.jobs.iter().enumerate() {
-            if INTERRUPTED.load(Ordering::SeqCst) {
-                break;
-            }
             match engine.submit(&job.request) {
                 Ok(id) => {
                     open.insert(id, index);
@@ -97,6 +92,7 @@ impl Run<'_> {
                 Err(error) => self.fail(index, &error)?,
             }
         }
+        interrupt::finish_steps();
         let result = self.generate(engine, &open, start);
         self.progress.clear();
         // Completions held back are written even if the run failed.
@@ -113,7 +109,7 @@ impl Run<'_> {
         if !quiet {
             report(&closing_line(engine, finished, start.elapsed().as_secs_f64()));
         }
-        if INTERRUPTED.load(Ordering::SeqCst) && finished + failed < jobs.len() {
+        if interrupt::requested() && finished + failed < jobs.len() {
             return Err(CliError::Interrupted {
                 finished,
                 requests: jobs.len(),
@@ -134,7 +130,7 @@ impl Run<'_> {
         open: &HashMap<RequestId, usize>,
         start: Instant,
     ) -> Result<(), CliError> {
-        while engine.has_unfinished() && !INTERRUPTED.load(Ordering::SeqCst) {
+        while engine.has_unfinished() && !interrupt::requested() {
             for event in engine.step()? {
                 let Event::Finished { request, result } = event else {
                     continue;
@@ -187,30 +183,66 @@ fn source_name(args: &GenerateArgs) -> String {
         .map_or(String::new(), |path| path.display().to_string())
 }
 
+/// Flags that were given and say something about GPUs only.
+fn gpu_flags(args: &GenerateArgs) -> Vec<&'static str> {
+    let mut flags = Vec::new();
+    if args.lora_pristine.is_some() {
+        flags.push("--lora-pristine");
+    }
+    if args.no_capture_cudagraph {
+        flags.push("--no-capture-cudagraph");
+    }
+    flags
+}
+
+fn refuse_what_has_no_effect_on_a_cpu(args: &GenerateArgs) -> Result<(), CliError> {
+    match gpu_flags(args).first() {
+        Some(flag) if args.device == DeviceChoice::Cpu => Err(CliError::Usage(format!(
+            "{flag} has no effect on the CPU: leave it out, or choose another --device"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 fn refuse_to_overwrite_the_input(args: &GenerateArgs) -> Result<(), CliError> {
+    let to_stdout = args.output.as_ref().is_none_or(|path| path == Path::new("-"));
     // Only a file that is there can be one that is read.
-    let Some(output) = args.output.as_ref().and_then(|path| path.canonicalize().ok()) else {
+    let output = match &args.output {
+        Some(path) if !to_stdout => path.metadata(),
+        _ => stdout_file().and_then(|file| file.metadata()),
+    };
+    let Ok(output) = output else {
         return Ok(());
     };
-    if args
-        .prompts
-        .as_ref()
-        .is_some_and(|prompts| same_file(prompts, &output))
-    {
-        return Err(CliError::Usage(
-            "--output is the file of --prompts: name another one".into(),
-        ));
+    let prompts = match &args.prompts {
+        None => None,
+        Some(path) if path == Path::new("-") => stdin_file().and_then(|file| file.metadata()).ok(),
+        Some(path) => path.metadata().ok(),
+    };
+    let (name, advice) = match to_stdout {
+        true => ("standard output", "send it elsewhere"),
+        false => ("--output", "name another one"),
+    };
+    if prompts.is_some_and(|prompts| same_file(&prompts, &output)) {
+        return Err(CliError::Usage(format!(
+            "{name} is the file of --prompts: {advice}"
+        )));
     }
     // Weights are mapped while the command runs: truncating them would end it, and lose them.
     for folder in args.model.iter().chain(&args.adapter) {
-        let inside = folder
-            .canonicalize()
-            .is_ok_and(|folder| output.starts_with(folder));
-        let linked = std::fs::read_dir(folder)
-            .is_ok_and(|mut files| files.any(|file| file.is_ok_and(|file| same_file(&file.path(), &output))));
-        if inside || linked {
+        let inside = args
+            .output
+            .as_ref()
+            .and_then(|path| path.canonicalize().ok())
+            .zip(folder.canonicalize().ok())
+            .is_some_and(|(output, folder)| output.starts_with(folder));
+        let is_output = |file: std::io::Result<std::fs::DirEntry>| {
+            file.and_then(|file| file.path().metadata())
+                .is_ok_and(|file| same_file(&file, &output))
+        };
+        if inside || std::fs::read_dir(folder).is_ok_and(|mut files| files.any(is_output)) {
             return Err(CliError::Usage(format!(
-                "--output is a file of {}, which is read: name another one",
+                "{name} is a file of {}, which is read: {advice}",
                 folder.display()
             )));
         }
@@ -218,14 +250,15 @@ fn refuse_to_overwrite_the_input(args: &GenerateArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Whether both paths lead to one file, also by links.
-fn same_file(a: &Path, b: &Path) -> bool {
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::MetadataExt;
-        if let (Ok(a), Ok(b)) = (a.metadata(), b.metadata()) {
-            return a.is_file() && (a.dev(), a.ino()) == (b.dev(), b.ino());
-        }
-    }
-    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+/// Whether both are one regular file, also by links.
+#[cfg(unix)]
+fn same_file(a: &Metadata, b: &Metadata) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    a.is_file() && (a.dev(), a.ino()) == (b.dev(), b.ino())
+}
+
+/// Files have no number to tell them by here.
+#[cfg(not(unix))]
+fn same_file(_: &Metadata, _: &Metadata) -> bool {
+    false
 }

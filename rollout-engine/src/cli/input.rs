@@ -111,11 +111,17 @@ fn parse_lines(bytes: &[u8], mode: TextMode, path: &Path) -> Result<Vec<Job>, Cl
         if line.is_empty() {
             continue;
         }
+        const EXPECTED: &str =
+            "expected an object with `id` (optional) and one of `prompt`, `messages`, `prompt_token_ids`";
+        // serde would take a list as the fields in the order of their declaration.
+        if line.starts_with('[') {
+            return Err(fail(number, format!("a list; {EXPECTED}")));
+        }
         let value: Line = serde_json::from_str(line).map_err(|e| {
             let reason = e.to_string();
             // The error's own "at line 1 column 7" speaks of the line alone.
             let reason = reason.replace(" at line 1 column ", " at column ");
-            fail(number, format!("{reason}; expected an object with `id` (optional) and one of `prompt`, `messages`, `prompt_token_ids`"))
+            fail(number, format!("{reason}; {EXPECTED}"))
         })?;
         let id = value.id.clone();
         if !matches!(id, None | Some(Value::String(_) | Value::Number(_))) {
@@ -230,7 +236,11 @@ mod tests {
         let good = "{\"prompt\": \"x\"}\n\n";
         for (bad, word) in [
             ("{", "EOF"),
-            ("[]", "prompt_token_ids"),
+            ("[]", "a list"),
+            (
+                "[null, \"x\", null, null, null, null]",
+                "a list; expected an object",
+            ),
             ("\"text\"", "expected"),
             ("{}", "none of"),
             ("{\"prompt\": \"x\", \"messages\": []}", "more than one"),

@@ -1,7 +1,7 @@
 //! Where completions go: JSON lines as they finish, or text in the order of the prompts.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -90,9 +90,11 @@ impl Output {
                 let mut text = serde_json::to_string(&line)
                     .map_err(|e| CliError::Failed(format!("{}: {e}", path.display())))?;
                 text.push('\n');
-                // One write for the whole line, so that an interrupted run leaves whole lines.
+                // One write for the whole line, so that a run that is killed leaves whole lines.
                 match target {
-                    Target::File(file) => file.write_all(text.as_bytes()).map_err(|e| write_error(path, e)),
+                    Target::File(file) => {
+                        write_whole(file, text.as_bytes()).map_err(|e| write_error(path, e))
+                    }
                     Target::Stdout => write_stdout(&text),
                 }
             }
@@ -138,9 +140,14 @@ impl Output {
                 target: Target::File(file),
                 path,
             } => {
-                // A pipe or device cannot be synchronised, which is fine.
+                // Some file systems tell only now that a disk is full. A pipe or device cannot be synchronised, which
+                // is fine.
                 match file.sync_all() {
-                    Err(e) if e.kind() == io::ErrorKind::StorageFull => Err(write_error(&path, e)),
+                    Err(e)
+                        if !matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) =>
+                    {
+                        Err(write_error(&path, e))
+                    }
                     _ => Ok(()),
                 }
             }
@@ -155,16 +162,71 @@ impl Output {
 
 /// Writes to standard output at once.
 pub(super) fn write_stdout(text: &str) -> Result<(), CliError> {
-    let mut stdout = io::stdout().lock();
-    stdout
-        .write_all(text.as_bytes())
-        .and_then(|()| stdout.flush())
-        .map_err(|e| write_error(Path::new("standard output"), e))
+    let written = match stdout_file() {
+        // Nothing else of this process writes to it, so that std's own buffer is empty.
+        Ok(mut file) => write_whole(&mut file, text.as_bytes()),
+        Err(_) => {
+            let mut stdout = io::stdout().lock();
+            stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
+        }
+    };
+    written.map_err(|e| write_error(Path::new("standard output"), e))
+}
+
+/// Writes all of `text`, or, to a regular file, nothing: a line that a full disk or a size limit cuts off is taken back.
+fn write_whole(file: &mut File, text: &[u8]) -> io::Result<()> {
+    let before = file
+        .metadata()
+        .ok()
+        .filter(|meta| meta.is_file())
+        .map(|meta| meta.len());
+    let result = file.write_all(text);
+    if let (Err(_), Some(before)) = (&result, before) {
+        let after = file.metadata().map_or(before, |meta| meta.len());
+        if after > before && after - before < text.len() as u64 {
+            // The write's own error is the one to tell.
+            let _ = file.set_len(before);
+            let _ = file.seek(SeekFrom::Start(before));
+        }
+    }
+    result
+}
+
+/// Standard output as a file, past std's buffer.
+pub(super) fn stdout_file() -> io::Result<File> {
+    duplicate(&io::stdout())
+}
+
+/// Standard input as a file.
+pub(super) fn stdin_file() -> io::Result<File> {
+    duplicate(&io::stdin())
+}
+
+#[cfg(unix)]
+fn duplicate(stream: &impl std::os::fd::AsFd) -> io::Result<File> {
+    stream.as_fd().try_clone_to_owned().map(File::from)
+}
+
+#[cfg(not(unix))]
+fn duplicate<T>(_: &T) -> io::Result<File> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+/// Beyond the system's limit on the size of files a write then fails, where it would end the process otherwise.
+pub(super) fn let_size_limits_fail_writes() {
+    #[cfg(unix)]
+    {
+        // Without the handler the process ends as it would have: nothing to report.
+        let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Default::default());
+    }
 }
 
 fn write_error(path: &Path, error: io::Error) -> CliError {
     match error.kind() {
         io::ErrorKind::BrokenPipe => CliError::OutputClosed,
-        _ => CliError::Failed(format!("{}: {error}", path.display())),
+        _ => CliError::Failed(format!(
+            "{}: {error}: what was written before is complete",
+            path.display()
+        )),
     }
 }

@@ -6,6 +6,10 @@ use super::{ChatTemplates, Tokenizer};
 use crate::Error;
 use crate::request::Prompt;
 
+/// Most bytes of text that one token can stand for: twice the longest token of Qwen's vocabulary (128 spaces), since
+/// normalisation may shorten a text before it is cut into tokens.
+const MAX_BYTES_PER_TOKEN: usize = 256;
+
 /// Tokenizer and chat templates of one model. Needs no engine: a server can use it on its own threads.
 #[derive(Debug)]
 pub struct TextPipeline {
@@ -45,9 +49,35 @@ impl TextPipeline {
     /// # Errors
     /// The tokenizer or the chat template refused the prompt, or there is no chat template for a conversation.
     pub fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>, Error> {
+        self.encode_within(prompt, usize::MAX)
+    }
+
+    /// As [`TextPipeline::encode`], for a sequence of at most `max_tokens` tokens: a text that is too long for any
+    /// such sequence is refused before time and memory go into tokenizing it. One that is tokenized may still have
+    /// more tokens.
+    ///
+    /// # Errors
+    /// As for `encode`, and [`Error::PromptTextTooLong`] beyond 256 bytes a token.
+    pub fn encode_within(&self, prompt: &Prompt, max_tokens: usize) -> Result<Vec<u32>, Error> {
+        let max_bytes = max_tokens.saturating_mul(MAX_BYTES_PER_TOKEN);
+        let check = |text: &str| match text.len() {
+            bytes if bytes > max_bytes => Err(Error::PromptTextTooLong {
+                bytes,
+                max_bytes,
+                max_tokens,
+            }),
+            _ => Ok(()),
+        };
         match prompt {
-            Prompt::Text(text) => self.tokenizer.encode(text, true),
-            Prompt::Chat(chat) => self.tokenizer.encode(&self.chat_templates.render(chat)?, false),
+            Prompt::Text(text) => {
+                check(text)?;
+                self.tokenizer.encode(text, true)
+            }
+            Prompt::Chat(chat) => {
+                let text = self.chat_templates.render(chat)?;
+                check(&text)?;
+                self.tokenizer.encode(&text, false)
+            }
             Prompt::TokenIds(ids) => Ok(ids.clone()),
         }
     }
