@@ -90,7 +90,8 @@ impl Runner for NoRunner {
         Ok(vec![
             SampledToken {
                 token: 1,
-                logprob: -1.0
+                logprob: -1.0,
+                ..SampledToken::default()
             };
             rows
         ])

@@ -24,6 +24,7 @@ mod projection;
 mod random;
 mod rope;
 mod safetensors_file;
+pub mod sampling;
 pub mod step;
 mod weights;
 

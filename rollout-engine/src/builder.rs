@@ -21,6 +21,7 @@ pub struct EngineBuilder {
     settings: RunnerSettings,
     adapters: Vec<(PathBuf, f32)>,
     merge_mode: MergeMode,
+    seed: u64,
 }
 
 /// What a device needs to know besides the model folder.
@@ -122,6 +123,13 @@ impl EngineBuilder {
         self
     }
 
+    /// Seed from which requests without one get theirs; see [`Scheduler::set_seed`](crate::Scheduler::set_seed). Default: 0.
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
     /// Serves an adapter, from a PEFT folder. May be given several times: the adapters then apply together.
     #[must_use]
     pub fn adapter(self, dir: impl Into<PathBuf>) -> Self {
@@ -182,6 +190,7 @@ impl EngineBuilder {
         )?;
         let OpenedDevice { runner, notice } = device::open(self.device, &dir, &config, &self.settings)?;
         let mut engine = Engine::with_runner(runner, eos_token_ids, text)?;
+        engine.set_seed(self.seed);
         let policy = engine.serve_first(adapters)?;
         Ok(BuiltEngine {
             engine,

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::adapters::PolicySpan;
-use crate::runner::SampledToken;
+use crate::runner::{SampledToken, TokenLogprob};
 
 /// Names one request of an engine. Never used twice by the same engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -29,10 +29,21 @@ impl std::fmt::Display for RequestId {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum FinishReason {
-    /// An end-of-sequence id of the model or a stop id of the request, which is the last token.
+    /// An end-of-sequence id of the model or a stop id of the request, which is the last token, or a stop string, which the
+    /// last token completed.
     Stop,
     /// `max_new_tokens`, the maximum sequence length or the page pool was reached.
     Length,
+}
+
+/// What ended a completion with [`FinishReason::Stop`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum StopReason {
+    /// This id, one of the model's end-of-sequence ids or of the request's stop ids.
+    TokenId(u32),
+    /// This stop string.
+    Text(String),
 }
 
 /// A finished request, in tokens.
@@ -42,10 +53,20 @@ pub struct TokenCompletion {
     pub prompt_token_ids: Vec<u32>,
     /// The new tokens, a stop id included.
     pub token_ids: Vec<u32>,
-    /// For each new token the natural logarithm of its probability at temperature 1 over the whole vocabulary.
+    /// The text without special tokens up to the stop string, if one ended it.
+    pub text: Option<String>,
+    /// For each new token the natural logarithm of the probability that the policy gave it: at temperature 1, over the
+    /// whole vocabulary.
     pub logprobs: Vec<f32>,
+    /// For each new token the natural logarithm of the probability that it was drawn with: after penalties, temperature
+    /// and truncation. 0 at temperature 0.
+    pub sampled_logprobs: Vec<f32>,
+    /// For each new token the most likely tokens of the policy, if any were asked for; else empty.
+    pub top_logprobs: Vec<Vec<TokenLogprob>>,
     /// Why it ended.
     pub finish_reason: FinishReason,
+    /// What ended it, if not a limit.
+    pub stop_reason: Option<StopReason>,
     /// The policies (base weights and adapters) under which it was sampled, in order: one, or more if the policy
     /// changed meanwhile.
     pub policies: Vec<PolicySpan>,
@@ -58,13 +79,21 @@ pub struct Completion {
     pub prompt_token_ids: Vec<u32>,
     /// The new tokens, a stop id included.
     pub token_ids: Vec<u32>,
-    /// The new tokens as text without special tokens; empty if the engine has no tokenizer. An id that the
-    /// tokenizer does not know becomes U+FFFD.
+    /// The new tokens as text without special tokens, up to a stop string; empty if the engine has no tokenizer. An id
+    /// that the tokenizer does not know becomes U+FFFD.
     pub text: String,
     /// Why it ended.
     pub finish_reason: FinishReason,
-    /// For each new token the natural logarithm of its probability at temperature 1 over the whole vocabulary.
+    /// What ended it, if not a limit.
+    pub stop_reason: Option<StopReason>,
+    /// For each new token the natural logarithm of the probability that the policy gave it: at temperature 1, over the
+    /// whole vocabulary.
     pub logprobs: Vec<f32>,
+    /// For each new token the natural logarithm of the probability that it was drawn with: after penalties, temperature
+    /// and truncation. 0 at temperature 0.
+    pub sampled_logprobs: Vec<f32>,
+    /// For each new token the most likely tokens of the policy, if any were asked for; else empty.
+    pub top_logprobs: Vec<Vec<TokenLogprob>>,
     /// The policies (base weights and adapters) under which it was sampled, in order: one, or more if the policy
     /// changed meanwhile.
     pub policies: Vec<PolicySpan>,

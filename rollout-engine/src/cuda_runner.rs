@@ -23,7 +23,7 @@ use qwen3_model::{
 use crate::Error;
 use crate::adapters::PolicyUpdate;
 use crate::pool::{PoolLimits, PoolSettings};
-use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
+use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Sampling, Step};
 
 /// Steps submitted and not collected: one that runs and one that waits for it.
 const MAX_IN_FLIGHT: usize = 2;
@@ -239,6 +239,16 @@ impl Runner for CudaRunner {
         if self.pending.len() >= MAX_IN_FLIGHT {
             return Err(self.error("a step was submitted while two were under way"));
         }
+        let prefill = step.prefill.iter().filter_map(|chunk| chunk.sample);
+        if (prefill.chain(step.decode.iter().map(|row| row.sampling))).any(|s| {
+            s != Sampling {
+                seed: s.seed,
+                prompt_len: s.prompt_len,
+                ..Sampling::GREEDY
+            }
+        }) {
+            return Err(self.error("only greedy decoding is there so far"));
+        }
         self.backend.copy_pages(&step.copies)?;
         self.backend.sync_pages(pages)?;
         let mut sampled = 0;
@@ -280,6 +290,7 @@ impl Runner for CudaRunner {
             .map(|s| SampledToken {
                 token: s.token,
                 logprob: s.logprob,
+                ..SampledToken::default()
             })
             .collect())
     }

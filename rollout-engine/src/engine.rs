@@ -54,11 +54,16 @@ impl<R: Runner> Engine<R> {
         text: Option<Arc<TextPipeline>>,
     ) -> Result<Self, Error> {
         Ok(Self {
-            scheduler: Scheduler::new(runner, eos_token_ids)?,
+            scheduler: Scheduler::new(runner, eos_token_ids)?.with_text(text.clone()),
             text,
             backlog: VecDeque::new(),
             adapters: AdapterSet::default(),
         })
+    }
+
+    /// Sets the seed from which requests without one get theirs; see [`Scheduler::set_seed`].
+    pub fn set_seed(&mut self, seed: u64) {
+        self.scheduler.set_seed(seed);
     }
 
     /// Accepts a request.
@@ -66,6 +71,13 @@ impl<R: Runner> Engine<R> {
     /// # Errors
     /// The prompt cannot be tokenized, or the request could never be completed: see [`Scheduler::submit`].
     pub fn submit(&mut self, request: &Request) -> Result<RequestId, Error> {
+        if request.n != 1 {
+            return Err(Error::InvalidParameter {
+                parameter: "n",
+                value: request.n.to_string(),
+                advice: "only one completion per request so far",
+            });
+        }
         let prompt = self.encode(&request.prompt)?;
         self.submit_token_ids(prompt, &request.sampling)
     }
@@ -207,13 +219,20 @@ fn with_text(event: Event<TokenCompletion>, text: Option<&TextPipeline>) -> Even
         Event::Token { request, token } => Event::Token { request, token },
         Event::Finished { request, result } => {
             let result = result.and_then(|completion| {
-                let text = text.map_or(Ok(String::new()), |text| text.decode(&completion.token_ids))?;
+                let text = match (completion.text, text) {
+                    (Some(text), _) => text,
+                    (None, Some(text)) => text.decode(&completion.token_ids)?,
+                    (None, None) => String::new(),
+                };
                 Ok(Completion {
                     prompt_token_ids: completion.prompt_token_ids,
                     token_ids: completion.token_ids,
                     text,
                     finish_reason: completion.finish_reason,
+                    stop_reason: completion.stop_reason,
                     logprobs: completion.logprobs,
+                    sampled_logprobs: completion.sampled_logprobs,
+                    top_logprobs: completion.top_logprobs,
                     policies: completion.policies,
                 })
             });

@@ -71,14 +71,14 @@ pub enum Error {
     #[error("max_new_tokens is 0: ask for at least one token")]
     NoNewTokens,
 
-    /// A sampling parameter that would change the result and is not implemented.
-    #[error("{parameter} = {value} is not supported: {advice}")]
-    UnsupportedParameter {
+    /// A sampling parameter that cannot work.
+    #[error("{parameter} = {value} cannot work: {advice}")]
+    InvalidParameter {
         /// Name of the field.
         parameter: &'static str,
         /// What was asked for.
         value: String,
-        /// What to do instead.
+        /// What would work.
         advice: &'static str,
     },
 
@@ -102,9 +102,9 @@ pub enum Error {
         reason: String,
     },
 
-    /// The row of logits of this request held NaN, or no finite value at all.
+    /// The row of logits of this request held NaN or no finite value at all, or every token with a finite one was banned.
     #[error(
-        "the logits for new token {new_token} are not finite: check the model's weights and adapters for NaN or overflow"
+        "the logits for new token {new_token} leave no token to choose: check the model's weights and adapters for NaN or overflow"
     )]
     NonFiniteLogits {
         /// Index of the new token within the completion.

@@ -225,7 +225,11 @@ impl FakeRunner {
         } else {
             logprob_of(hash)
         };
-        Ok(SampledToken { token, logprob })
+        Ok(SampledToken {
+            token,
+            logprob,
+            ..SampledToken::default()
+        })
     }
 }
 

@@ -25,7 +25,7 @@ pub mod text;
 
 pub use adapters::{AdapterSource, PolicySpan, PolicyUpdate};
 pub use builder::{BuiltEngine, EngineBuilder};
-pub use completion::{Completion, Event, FinishReason, RequestId, TokenCompletion};
+pub use completion::{Completion, Event, FinishReason, RequestId, StopReason, TokenCompletion};
 #[cfg(feature = "cuda")]
 pub use cuda_runner::CudaRunner;
 pub use device::DeviceChoice;
@@ -37,6 +37,6 @@ pub use model_runner::ModelRunner;
 pub use pool::PoolSettings;
 pub use qwen3_model::{MergeMode, PristineCopy};
 pub use request::{ChatPrompt, Prompt, Request, SamplingParams};
-pub use runner::{Runner, RunnerShape};
+pub use runner::{Runner, RunnerShape, Sampling, TokenLogprob};
 pub use scheduler::Scheduler;
 pub use statistics::Statistics;

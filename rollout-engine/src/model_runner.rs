@@ -7,7 +7,7 @@ use qwen3_model::{Backend, MergeMode, Model, SequenceChunk, StepBatch};
 use crate::Error;
 use crate::adapters::PolicyUpdate;
 use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
-use crate::sampling::sample_rows;
+use crate::sampling::{Row, Sampler};
 
 /// Runs each step to its end when it is submitted; prompts and decode rows share one pass through the layers.
 #[derive(Debug)]
@@ -18,6 +18,7 @@ pub struct ModelRunner<B> {
     memory: RunnerMemory,
     /// The token sampled last for each slot.
     last_tokens: Vec<u32>,
+    sampler: Sampler,
     /// The result of the submitted step.
     ready: Option<Vec<SampledToken>>,
     /// Buffers of [`ModelRunner::submit`], kept to allocate nothing per step.
@@ -35,6 +36,7 @@ impl<B: Backend> ModelRunner<B> {
         };
         Self {
             last_tokens: vec![0; shape.max_batch_size.saturating_add(1)],
+            sampler: Sampler::new(shape.vocab_size, shape.max_batch_size.saturating_add(1)),
             model,
             shape,
             device,
@@ -100,9 +102,22 @@ impl<B: Backend> Runner for ModelRunner<B> {
             len: 1,
             wants_logits: true,
         }));
-        let sampling: Vec<_> = (step.prefill.iter().filter_map(|chunk| chunk.sample))
-            .chain(step.decode.iter().map(|row| row.sampling))
-            .collect();
+        let prefill = step.prefill.iter().filter_map(|chunk| {
+            chunk.sample.map(|sampling| Row {
+                slot: chunk.slot.index(),
+                position: chunk.start + chunk.len - 1,
+                sampling,
+            })
+        });
+        let decode = step.decode.iter().map(|row| Row {
+            slot: row.slot.index(),
+            position: row.position,
+            sampling: row.sampling,
+        });
+        let rows: Vec<_> = prefill.chain(decode).collect();
+        step.slot_tokens
+            .iter()
+            .for_each(|tokens| self.sampler.set(tokens));
         if !step.copies.is_empty() {
             self.model.copy_pages(&step.copies)?;
         }
@@ -111,7 +126,7 @@ impl<B: Backend> Runner for ModelRunner<B> {
             chunks: &self.chunks,
         };
         let logits = self.model.forward(&batch, pages)?;
-        let sampled = sample_rows(logits, self.shape.vocab_size, &sampling);
+        let sampled = self.sampler.sample(logits, &rows);
         let wanted = self.chunks.iter().filter(|chunk| chunk.wants_logits);
         for (chunk, token) in wanted.zip(&sampled) {
             self.last_tokens[chunk.slot.index()] = token.token;

@@ -19,6 +19,8 @@ use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{PageCopy, PageTable, Slot};
 use qwen3_model::MergeMode;
 
+pub use qwen3_model::sampling::{Sampling, TokenLogprob, TokenState};
+
 /// What a runner was built for. The scheduler takes the geometry of its page table from here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunnerShape {
@@ -38,13 +40,13 @@ pub struct RunnerShape {
     pub max_prefill_tokens: usize,
 }
 
-/// How one row's token is chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-#[non_exhaustive]
-pub enum Sampling {
-    /// The token with the greatest logit; of equals the one with the lowest id.
-    #[default]
-    Greedy,
+/// What a runner has to know of the tokens of a sequence before it samples for it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SlotTokens {
+    /// The sequence's slot.
+    pub slot: Slot,
+    /// The states of ids that differ from the default, by rising id. They replace all that was known for the slot.
+    pub states: Vec<(u32, TokenState)>,
 }
 
 /// Some or all of the uncomputed tokens of one sequence.
@@ -76,6 +78,9 @@ pub struct DecodeRow {
 pub struct Step {
     /// Pages to copy, in this order, before anything else happens.
     pub copies: Vec<PageCopy>,
+    /// For sequences that got a slot and whose sampling [uses it](Sampling::uses_token_states): the tokens known so far.
+    /// From then on the runner counts the tokens that it samples for the slot.
+    pub slot_tokens: Vec<SlotTokens>,
     /// The tokens of all prefill chunks, one chunk after the other.
     pub token_ids: Vec<u32>,
     /// Prompt work.
@@ -97,13 +102,18 @@ impl Step {
 }
 
 /// One sampled token.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct SampledToken {
     /// The token.
     pub token: u32,
-    /// Natural logarithm of its probability at temperature 1 over the whole vocabulary. NaN means that the row's
-    /// logits were not finite; the scheduler then fails that request and leaves the others alone.
+    /// Natural logarithm of the probability that the policy gives it: at temperature 1, over the whole vocabulary. NaN
+    /// means that the row's logits were not finite; the scheduler then fails that request and leaves the others alone.
     pub logprob: f32,
+    /// Natural logarithm of the probability that it was drawn with: after penalties, temperature and truncation. 0 at
+    /// temperature 0. NaN is treated as in `logprob`.
+    pub sampled_logprob: f32,
+    /// The most likely tokens of the policy, if any were asked for: the most likely first, of equals the lowest id.
+    pub top_logprobs: Vec<TokenLogprob>,
 }
 
 /// Bytes that a runner holds, by what for.

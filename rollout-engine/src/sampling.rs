@@ -1,82 +1,77 @@
-//! Choosing a token from a row of logits, on the CPU.
+//! Choosing tokens from rows of logits, on the CPU.
 
+use qwen3_model::sampling::{sample_row, top_logprobs};
 use rayon::prelude::*;
 
-use crate::runner::{SampledToken, Sampling};
+use crate::runner::{SampledToken, Sampling, SlotTokens, TokenState};
 
-/// Samples one token per row of `logits` `[rows, vocab]`, `rows` being the length of `sampling`.
-pub(crate) fn sample_rows(logits: &[f32], vocab: usize, sampling: &[Sampling]) -> Vec<SampledToken> {
-    debug_assert_eq!(logits.len(), vocab * sampling.len());
-    logits
-        .par_chunks_exact(vocab.max(1))
-        .zip(sampling)
-        .map(|(row, sampling)| match sampling {
-            Sampling::Greedy => greedy(row),
-        })
-        .collect()
+/// One row to sample.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Row {
+    /// Slot of its sequence, as an index.
+    pub(crate) slot: usize,
+    /// Logical position of its input token.
+    pub(crate) position: usize,
+    /// How to choose its token.
+    pub(crate) sampling: Sampling,
 }
 
-/// The greatest logit, of equals the first, with its log-softmax. NaN for a row that holds NaN or +∞, or nothing
-/// above −∞.
-fn greedy(row: &[f32]) -> SampledToken {
-    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let token = row.iter().position(|&logit| logit == max).unwrap_or(0) as u32;
-    SampledToken {
-        token,
-        logprob: -log_sum_exp_above(row, max),
-    }
+/// Samples rows, and knows the tokens of the sequences whose sampling depends on them.
+#[derive(Debug)]
+pub(crate) struct Sampler {
+    vocab: usize,
+    /// `[vocab]` for each slot that needed it so far, else empty.
+    states: Vec<Vec<TokenState>>,
 }
 
-/// ln Σ exp(x − max). The exponentials are f32, their sum is f64.
-fn log_sum_exp_above(row: &[f32], max: f32) -> f32 {
-    let sum: f64 = row
-        .chunks(256)
-        .map(|chunk| f64::from(chunk.iter().map(|&x| (x - max).exp()).sum::<f32>()))
-        .sum();
-    sum.ln() as f32
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    #[test]
-    fn of_equal_logits_the_first_wins() {
-        let sampled = greedy(&[0.0, 3.0, 3.0, -1.0]);
-        assert_eq!(sampled.token, 1);
-        assert!((sampled.logprob - (-(2.0f32 + (-3f32).exp() + (-4f32).exp()).ln())).abs() < 1e-6);
-    }
-
-    #[test]
-    fn rows_that_are_not_finite_are_marked() {
-        for row in [
-            vec![0.0, f32::NAN, 1.0],
-            vec![f32::NEG_INFINITY; 4],
-            vec![0.0, f32::INFINITY],
-            vec![f32::NAN; 3],
-        ] {
-            assert!(greedy(&row).logprob.is_nan(), "{row:?}");
+impl Sampler {
+    pub(crate) fn new(vocab: usize, n_slots: usize) -> Self {
+        Self {
+            vocab,
+            states: vec![Vec::new(); n_slots],
         }
-        assert_eq!(
-            greedy(&[f32::NEG_INFINITY, -2.0]),
-            SampledToken {
-                token: 1,
-                logprob: 0.0
+    }
+
+    /// Replaces what is known of a slot. Ids outside the vocabulary and slots that are not there are left out.
+    pub(crate) fn set(&mut self, tokens: &SlotTokens) {
+        if let Some(states) = self.states.get_mut(tokens.slot.index()) {
+            states.clear();
+            states.resize(self.vocab, TokenState::default());
+            for &(token, state) in &tokens.states {
+                if let Some(place) = states.get_mut(token as usize) {
+                    *place = state;
+                }
             }
-        );
+        }
     }
 
-    proptest! {
-        #[test]
-        fn logprobs_agree_with_f64(row in proptest::collection::vec(-30f32..30.0, 1..2000)) {
-            let sampled = greedy(&row);
-            let (best, max) = row.iter().enumerate().rev().fold((0, f32::MIN), |(i, m), (j, &x)| {
-                if x >= m { (j, x) } else { (i, m) }
-            });
-            let sum: f64 = row.iter().map(|&x| (f64::from(x) - f64::from(max)).exp()).sum();
-            prop_assert_eq!(sampled.token as usize, best);
-            prop_assert!((f64::from(sampled.logprob) + sum.ln()).abs() < 1e-6);
+    /// Samples one token per row of `logits` `[rows, vocab]`.
+    pub(crate) fn sample(&mut self, logits: &[f32], rows: &[Row]) -> Vec<SampledToken> {
+        debug_assert_eq!(logits.len(), self.vocab * rows.len());
+        let states = &self.states;
+        let sampled: Vec<_> = logits
+            .par_chunks_exact(self.vocab.max(1))
+            .zip(rows)
+            .map(|(logits, row)| {
+                let index = row.sampling.new_token_index(row.position);
+                let states = states.get(row.slot).map_or(&[][..], Vec::as_slice);
+                let sampled = sample_row(logits, &row.sampling, index, states);
+                SampledToken {
+                    token: sampled.token,
+                    logprob: sampled.logprob,
+                    sampled_logprob: sampled.sampled_logprob,
+                    top_logprobs: top_logprobs(logits, row.sampling.top_logprobs as usize),
+                }
+            })
+            .collect();
+        for (row, sampled) in rows.iter().zip(&sampled) {
+            if row.sampling.uses_token_states()
+                && let Some(states) = self.states.get_mut(row.slot)
+                && let Some(state) = states.get_mut(sampled.token as usize)
+            {
+                *state = state.counted();
+            }
         }
+        sampled
     }
 }

@@ -22,10 +22,12 @@ mod plan;
 mod sequence;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{PageCopy, PageTable, PageTableConfig, Slot};
 use qwen3_model::MergeMode;
+use qwen3_model::sampling::Philox;
 use sequence::Sequence;
 
 use crate::Error;
@@ -34,6 +36,7 @@ use crate::completion::{Event, RequestId, TokenCompletion};
 use crate::request::SamplingParams;
 use crate::runner::{Runner, RunnerShape, SampledToken};
 use crate::statistics::Statistics;
+use crate::text::{StopText, TextPipeline};
 
 /// Drives a [`Runner`] for any number of requests, in token ids. [`Engine`](crate::Engine) adds text.
 pub struct Scheduler<R> {
@@ -41,6 +44,10 @@ pub struct Scheduler<R> {
     shape: RunnerShape,
     pages: PageTable,
     eos_token_ids: Vec<u32>,
+    /// To look for stop strings.
+    text: Option<Arc<TextPipeline>>,
+    /// From which requests without a seed get theirs.
+    seed: u64,
     /// Requests without a slot, oldest first.
     waiting: BTreeMap<RequestId, Sequence>,
     /// Requests with a slot, oldest first.
@@ -85,6 +92,8 @@ impl<R: Runner> Scheduler<R> {
             shape,
             pages,
             eos_token_ids,
+            text: None,
+            seed: 0,
             waiting: BTreeMap::new(),
             running: BTreeMap::new(),
             in_flight: VecDeque::new(),
@@ -92,6 +101,19 @@ impl<R: Runner> Scheduler<R> {
             next_id: 0,
             statistics: Statistics::default(),
         })
+    }
+
+    /// Lets requests have stop strings.
+    #[must_use]
+    pub fn with_text(mut self, text: Option<Arc<TextPipeline>>) -> Self {
+        self.text = text;
+        self
+    }
+
+    /// Sets the seed from which requests without one get theirs, each its own by the order of submission. Default: 0.
+    /// With the same seed and the same requests in the same order all completions are the same again.
+    pub fn set_seed(&mut self, seed: u64) {
+        self.seed = seed;
     }
 
     /// Accepts a request for generation.
@@ -110,8 +132,17 @@ impl<R: Runner> Scheduler<R> {
         if !sampling.ignore_eos {
             stop_token_ids.extend_from_slice(&self.eos_token_ids);
         }
-        self.waiting
-            .insert(id, Sequence::new(prompt, max_tokens, stop_token_ids));
+        let row = sampling.for_row(Philox::seed_of_request(self.seed, id.0), 0, prompt.len());
+        let stop_text = match (&self.text, sampling.stop.as_slice()) {
+            (_, []) | (None, _) => None,
+            (Some(text), stop) => Some(StopText::new(
+                text.clone(),
+                stop.to_vec(),
+                sampling.include_stop_str_in_output,
+            )),
+        };
+        let sequence = Sequence::new(prompt, max_tokens, row, stop_token_ids, stop_text);
+        self.waiting.insert(id, sequence);
         Ok(id)
     }
 
@@ -135,14 +166,12 @@ impl<R: Runner> Scheduler<R> {
         if let Some(&token) = sampling.stop_token_ids.iter().find(|&&token| !known(token)) {
             return Err(Error::StopTokenOutOfVocabulary { token, vocab_size });
         }
-        if sampling.max_new_tokens == 0 {
-            return Err(Error::NoNewTokens);
-        }
-        if sampling.temperature != 0.0 {
-            return Err(Error::UnsupportedParameter {
-                parameter: "temperature",
-                value: sampling.temperature.to_string(),
-                advice: "only greedy decoding is there so far, use 0",
+        sampling.validate()?;
+        if !sampling.stop.is_empty() && self.text.is_none() {
+            return Err(Error::InvalidParameter {
+                parameter: "stop",
+                value: format!("{:?}", sampling.stop),
+                advice: "the engine has no tokenizer to find texts with; use stop_token_ids",
             });
         }
         let tokens = prompt.len();
@@ -262,7 +291,7 @@ impl<R: Runner> Scheduler<R> {
             self.statistics.wasted_rows += 1;
             return Ok(());
         };
-        if token.logprob.is_nan() {
+        if token.logprob.is_nan() || token.sampled_logprob.is_nan() {
             let new_token = sequence.token_ids.len() - sequence.prompt_len;
             self.release(request)?;
             events.push(Event::Finished {
@@ -271,9 +300,20 @@ impl<R: Runner> Scheduler<R> {
             });
             return Ok(());
         }
-        sequence.push(token, self.policy);
+        let pushed = sequence.push(token.clone(), self.policy);
         self.statistics.new_tokens += 1;
         events.push(Event::Token { request, token });
+        if let Err(error) = pushed {
+            self.release(request)?;
+            events.push(Event::Finished {
+                request,
+                result: Err(error),
+            });
+            return Ok(());
+        }
+        let Some(sequence) = self.running.get(&request) else {
+            return Ok(());
+        };
         if let Some(reason) = sequence.finish_reason()
             && let Some(sequence) = self.release(request)?
         {

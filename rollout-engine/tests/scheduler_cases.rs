@@ -379,20 +379,46 @@ fn refused_requests_keep_their_place_among_the_results() {
 }
 
 #[test]
-fn parameters_that_are_not_supported_are_refused_not_dropped() {
+fn parameters_that_cannot_work_are_refused_not_dropped() {
     let mut scheduler = scheduler(shape());
-    let sampling = SamplingParams {
-        temperature: 0.7,
-        ..Default::default()
-    };
-    let error = scheduler.submit(prompt(5, 1), &sampling).expect_err("is refused");
-    assert!(matches!(
-        error,
-        Error::UnsupportedParameter {
-            parameter: "temperature",
-            ..
+    type Change = fn(&mut SamplingParams);
+    let changes: [(&str, &str, Change); 21] = [
+        ("temperature", "-1", |p| p.temperature = -1.0),
+        ("temperature", "0.0001", |p| p.temperature = 1e-4),
+        ("temperature", "NaN", |p| p.temperature = f32::NAN),
+        ("temperature", "inf", |p| p.temperature = f32::INFINITY),
+        ("top_k", "-2", |p| p.top_k = -2),
+        ("top_k", "4294967296", |p| p.top_k = 1 << 32),
+        ("top_p", "0", |p| p.top_p = 0.0),
+        ("top_p", "1.5", |p| p.top_p = 1.5),
+        ("top_p", "NaN", |p| p.top_p = f32::NAN),
+        ("min_p", "-0.1", |p| p.min_p = -0.1),
+        ("min_p", "1.1", |p| p.min_p = 1.1),
+        ("repetition_penalty", "0", |p| p.repetition_penalty = 0.0),
+        ("repetition_penalty", "-1", |p| p.repetition_penalty = -1.0),
+        ("repetition_penalty", "inf", |p| {
+            p.repetition_penalty = f32::INFINITY
+        }),
+        ("presence_penalty", "2.5", |p| p.presence_penalty = 2.5),
+        ("frequency_penalty", "NaN", |p| p.frequency_penalty = f32::NAN),
+        ("min_new_tokens", "11", |p| {
+            (p.min_new_tokens, p.max_new_tokens) = (11, 10)
+        }),
+        ("stop", "\"\"", |p| p.stop = vec!["a".into(), String::new()]),
+        ("stop", "[\"a\"]", |p| p.stop = vec!["a".into()]),
+        ("top_logprobs", "21", |p| p.top_logprobs = 21),
+        ("min_new_tokens", "257", |p| p.min_new_tokens = 257),
+    ];
+    for (name, shown, change) in changes {
+        let mut sampling = SamplingParams::default();
+        change(&mut sampling);
+        match scheduler.submit(prompt(5, 1), &sampling).expect_err("is refused") {
+            Error::InvalidParameter { parameter, value, .. } => {
+                assert_eq!((parameter, value.as_str()), (name, shown))
+            }
+            other => panic!("{name}: {other}"),
         }
-    ));
+    }
     let sampling = SamplingParams {
         stop_token_ids: vec![1000],
         ..Default::default()

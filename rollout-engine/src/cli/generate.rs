@@ -37,7 +37,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         .device(args.device)
         .pool(args.pool())
         .capture_graphs(!args.no_capture_cudagraph)
-        .pristine_copy(args.lora_pristine.unwrap_or_default());
+        .pristine_copy(args.lora_pristine.unwrap_or_default())
+        .seed(args.seed);
     for dir in &args.adapter {
         builder = builder.adapter(dir);
     }

@@ -6,7 +6,7 @@ use super::Scheduler;
 use super::sequence::Sequence;
 use crate::Error;
 use crate::completion::RequestId;
-use crate::runner::{DecodeRow, PrefillChunk, Runner, Sampling, Step};
+use crate::runner::{DecodeRow, PrefillChunk, Runner, Step};
 
 /// So many later requests may be admitted past one that waits for pages; then it is served first.
 const MAX_OVERTAKES: usize = 32;
@@ -114,7 +114,7 @@ impl<R: Runner> Scheduler<R> {
             step.decode.push(DecodeRow {
                 slot,
                 position: sequence.computed,
-                sampling: Sampling::Greedy,
+                sampling: sequence.sampling,
             });
             sequence.computed += 1;
             sequence.in_flight += 1;
@@ -146,6 +146,7 @@ impl<R: Runner> Scheduler<R> {
             let slot = self.pages.allocate_slot()?;
             sequence.slot = Some(slot);
             let tokens = sequence.token_ids.len();
+            step.slot_tokens.extend(sequence.slot_tokens());
             self.running.insert(id, sequence);
             self.reserve(slot, tokens)?;
             self.add_chunk(id, step, owners, &mut budget)?;
@@ -178,7 +179,7 @@ impl<R: Runner> Scheduler<R> {
             slot,
             start,
             len,
-            sample: last.then_some(Sampling::Greedy),
+            sample: last.then_some(sequence.sampling),
         });
         *budget -= len;
         sequence.computed += len;

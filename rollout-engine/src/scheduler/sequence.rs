@@ -3,9 +3,11 @@
 use lora_merge::PolicyVersion;
 use paged_kv::Slot;
 
+use crate::Error;
 use crate::adapters::PolicySpan;
-use crate::completion::{FinishReason, TokenCompletion};
-use crate::runner::SampledToken;
+use crate::completion::{FinishReason, StopReason, TokenCompletion};
+use crate::runner::{SampledToken, Sampling, SlotTokens, TokenLogprob, TokenState};
+use crate::text::StopText;
 
 /// ```text
 ///   token_ids:   prompt            | new tokens known        | sampled, not collected
@@ -19,9 +21,16 @@ pub(super) struct Sequence {
     pub(super) prompt_len: usize,
     /// Of the new tokens.
     logprobs: Vec<f32>,
+    sampled_logprobs: Vec<f32>,
+    top_logprobs: Vec<Vec<TokenLogprob>>,
+    /// How the next token is chosen.
+    pub(super) sampling: Sampling,
     /// Most tokens of prompt and completion together.
     pub(super) max_tokens: usize,
     stop_token_ids: Vec<u32>,
+    stop_text: Option<StopText>,
+    /// What ended the sequence, with the text up to there if that is a stop string.
+    stopped: Option<(StopReason, Option<String>)>,
     policies: Vec<PolicySpan>,
     /// Set while running.
     pub(super) slot: Option<Slot>,
@@ -38,13 +47,25 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub(super) fn new(prompt: Vec<u32>, max_tokens: usize, stop_token_ids: Vec<u32>) -> Self {
+    /// `stop_token_ids` and `stop_text` end the sequence, as does the length `max_tokens`.
+    pub(super) fn new(
+        prompt: Vec<u32>,
+        max_tokens: usize,
+        sampling: Sampling,
+        stop_token_ids: Vec<u32>,
+        stop_text: Option<StopText>,
+    ) -> Self {
         Self {
             prompt_len: prompt.len(),
             token_ids: prompt,
             logprobs: Vec::new(),
+            sampled_logprobs: Vec::new(),
+            top_logprobs: Vec::new(),
+            sampling,
             max_tokens,
             stop_token_ids,
+            stop_text,
+            stopped: None,
             policies: Vec::new(),
             slot: None,
             computed: 0,
@@ -56,7 +77,10 @@ impl Sequence {
     }
 
     /// Takes a token that was sampled under a policy.
-    pub(super) fn push(&mut self, token: SampledToken, version: PolicyVersion) {
+    ///
+    /// # Errors
+    /// The tokenizer failed on text that is searched for stop strings.
+    pub(super) fn push(&mut self, token: SampledToken, version: PolicyVersion) -> Result<(), Error> {
         if self.policies.last().map(|span| span.version) != Some(version) {
             self.policies.push(PolicySpan {
                 first_token: self.token_ids.len() - self.prompt_len,
@@ -65,7 +89,33 @@ impl Sequence {
         }
         self.token_ids.push(token.token);
         self.logprobs.push(token.logprob);
+        self.sampled_logprobs.push(token.sampled_logprob);
+        if self.sampling.top_logprobs > 0 {
+            self.top_logprobs.push(token.top_logprobs);
+        }
         self.in_flight -= 1;
+        let may_stop = self.token_ids.len() - self.prompt_len > self.sampling.min_new_tokens as usize;
+        if self.stop_token_ids.contains(&token.token) {
+            self.stopped = Some((StopReason::TokenId(token.token), None));
+        } else if let Some(stop_text) = &mut self.stop_text
+            && let Some(found) = stop_text.push(token.token, may_stop)?
+        {
+            self.stopped = Some((StopReason::Text(found.stop), Some(found.text)));
+        }
+        Ok(())
+    }
+
+    /// The states of all ids that occur or would end the sequence, for a runner that knows nothing of it yet. `None` if
+    /// sampling does not ask for them.
+    pub(super) fn slot_tokens(&self) -> Option<SlotTokens> {
+        if !self.sampling.uses_token_states() {
+            return None;
+        }
+        let (prompt, completion) = self.token_ids.split_at(self.prompt_len);
+        Some(SlotTokens {
+            slot: self.slot?,
+            states: TokenState::of_sequence(prompt, completion, &self.stop_token_ids),
+        })
     }
 
     /// Whether any token was sampled.
@@ -85,11 +135,7 @@ impl Sequence {
 
     /// Why the sequence is over after its latest token, if it is.
     pub(super) fn finish_reason(&self) -> Option<FinishReason> {
-        if self
-            .token_ids
-            .last()
-            .is_some_and(|last| self.stop_token_ids.contains(last))
-        {
+        if self.stopped.is_some() {
             Some(FinishReason::Stop)
         } else if self.token_ids.len() >= self.max_tokens {
             Some(FinishReason::Length)
@@ -108,11 +154,19 @@ impl Sequence {
 
     pub(super) fn into_completion(mut self, finish_reason: FinishReason) -> TokenCompletion {
         let token_ids = self.token_ids.split_off(self.prompt_len);
+        let (stop_reason, text) = match self.stopped {
+            Some((reason, text)) => (Some(reason), text),
+            None => (None, None),
+        };
         TokenCompletion {
             prompt_token_ids: self.token_ids,
             token_ids,
+            text,
             logprobs: self.logprobs,
+            sampled_logprobs: self.sampled_logprobs,
+            top_logprobs: self.top_logprobs,
             finish_reason,
+            stop_reason,
             policies: self.policies,
         }
     }

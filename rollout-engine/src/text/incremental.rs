@@ -1,0 +1,118 @@
+//! Text of a completion while its tokens come, and stop strings in it.
+
+use std::sync::Arc;
+
+use super::TextPipeline;
+use crate::Error;
+
+/// Tokens that may be held back for a character that is not complete. A character has at most four bytes.
+const MAX_HELD: usize = 16;
+
+/// Turns tokens into text one by one, without special tokens.
+///
+/// A token may hold a part of a character: text is given once it is complete. All that was given and what
+/// [`finish`](Self::finish) gives is together the text of the whole.
+///
+/// ```text
+///   ids:   … given | context | not yet given
+///                  ^0        ^given           decoders may look at what comes before, so that the last ids given stay
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct IncrementalDecoder {
+    ids: Vec<u32>,
+    /// Ids at the front whose text was given.
+    given: usize,
+}
+
+impl IncrementalDecoder {
+    /// Before the first token.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Takes one more token and gives the text that is complete now, often empty or a few characters.
+    ///
+    /// # Errors
+    /// The tokenizer's decoder failed.
+    pub fn push(&mut self, text: &TextPipeline, id: u32) -> Result<String, Error> {
+        self.ids.push(id);
+        let (before, now) = (text.decode(&self.ids[..self.given])?, text.decode(&self.ids)?);
+        let incomplete = now.ends_with(char::REPLACEMENT_CHARACTER) && self.ids.len() - self.given < MAX_HELD;
+        let Some(new) = now
+            .get(before.len()..)
+            .filter(|new| !new.is_empty() && !incomplete)
+        else {
+            return Ok(String::new());
+        };
+        let new = new.to_string();
+        self.ids.drain(..self.given);
+        self.given = self.ids.len();
+        Ok(new)
+    }
+
+    /// The text of what was held back: U+FFFD for characters that never became complete.
+    ///
+    /// # Errors
+    /// The tokenizer's decoder failed.
+    pub fn finish(&mut self, text: &TextPipeline) -> Result<String, Error> {
+        let (before, now) = (text.decode(&self.ids[..self.given])?, text.decode(&self.ids)?);
+        self.given = self.ids.len();
+        Ok(now.get(before.len()..).unwrap_or_default().to_string())
+    }
+}
+
+/// Looks for the stop strings of one completion.
+#[derive(Debug)]
+pub(crate) struct StopText {
+    pipeline: Arc<TextPipeline>,
+    stop: Vec<String>,
+    include: bool,
+    decoder: IncrementalDecoder,
+    text: String,
+}
+
+/// A stop string that was found.
+#[derive(Debug, PartialEq)]
+pub(crate) struct StopFound {
+    /// The stop string.
+    pub(crate) stop: String,
+    /// The completion's text, ending before or after it.
+    pub(crate) text: String,
+}
+
+impl StopText {
+    pub(crate) fn new(pipeline: Arc<TextPipeline>, stop: Vec<String>, include: bool) -> Self {
+        Self {
+            pipeline,
+            stop,
+            include,
+            decoder: IncrementalDecoder::new(),
+            text: String::new(),
+        }
+    }
+
+    /// Takes one more token. If it completed a stop string and `may_stop`, that one; of several, the one that begins first.
+    pub(crate) fn push(&mut self, id: u32, may_stop: bool) -> Result<Option<StopFound>, Error> {
+        let old = self.text.len();
+        self.text.push_str(&self.decoder.push(&self.pipeline, id)?);
+        if !may_stop {
+            return Ok(None);
+        }
+        let found = self.stop.iter().filter_map(|stop| {
+            // Only what ends in the new part: at most all but one byte of it is older.
+            let mut from = old.saturating_sub(stop.len() - 1);
+            while !self.text.is_char_boundary(from) {
+                from += 1;
+            }
+            Some((from + self.text[from..].find(stop.as_str())?, stop))
+        });
+        let Some((start, stop)) = found.min_by_key(|&(start, _)| start) else {
+            return Ok(None);
+        };
+        let end = start + if self.include { stop.len() } else { 0 };
+        Ok(Some(StopFound {
+            stop: stop.clone(),
+            text: self.text[..end].to_string(),
+        }))
+    }
+}
