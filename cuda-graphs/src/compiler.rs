@@ -135,6 +135,9 @@ impl Compiler {
             });
         }
         let start = Instant::now();
+        let span =
+            tracing::debug_span!("compile", kernel = %spec.name, %arch, cached = tracing::field::Empty);
+        let _entered = span.enter();
         let options = self.options(spec, arch);
         let (major, minor) = self.nvrtc.version();
         let version = format!("{major}.{minor}");
@@ -161,6 +164,7 @@ impl Compiler {
                 )
             }
         };
+        span.record("cached", cached);
         let usage = &entry.header.usage;
         for entry_point in &spec.entry_points {
             if !usage.iter().any(|of| of.kernel == entry_point.name) {

@@ -181,7 +181,9 @@ impl<B: StaticBuffers> GraphCache<B> {
         let free_at_start = device.memory()?.free;
         let mut graphs = BTreeMap::new();
         let mut report = CaptureReport::default();
-        for bucket in buckets.largest_first() {
+        for (index, bucket) in buckets.largest_first().enumerate() {
+            let _span =
+                tracing::info_span!("capture", bucket, index, of = buckets.largest_first().len()).entered();
             let free_before = device.memory()?.free;
             let mut lap = Lap::start();
             if options.warm_up {

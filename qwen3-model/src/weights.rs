@@ -157,6 +157,7 @@ impl Weights {
     /// # Errors
     /// Those of [`Error`] that concern files and tensors.
     pub fn open(dir: &Path, config: &Qwen3Config) -> Result<Self> {
+        let _span = tracing::info_span!("read", what = "weights").entered();
         let mut checkpoint = Checkpoint::open(dir)?;
         let layout = Layout::take(&mut checkpoint, config)?;
         checkpoint.finish()?;

@@ -175,6 +175,7 @@ impl EngineBuilder {
             Some(dir) => dir,
             None => bundled::model_dir()?,
         };
+        let _span = tracing::info_span!("load", what = %dir.display()).entered();
         let config = Qwen3Config::from_dir(&dir)?;
         let generation = GenerationConfig::from_dir(&dir)?.unwrap_or_default();
         let eos_token_ids = match generation.eos_token_ids.is_empty() {

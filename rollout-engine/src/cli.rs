@@ -7,8 +7,11 @@ mod generate;
 mod input;
 mod inspect;
 mod interrupt;
+mod metrics;
 mod output;
 mod progress;
+mod telemetry;
+mod trace;
 mod verify_no_drift;
 
 use std::ffi::OsString;
@@ -80,19 +83,26 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return report_parse_error(&error),
     };
-    start_logging();
     output::let_size_limits_fail_writes();
-    let result = match cli.command {
-        args::Command::Generate(args) => generate::run(&args),
-        #[cfg(feature = "cuda")]
-        args::Command::Bench(args) => bench::run(&args),
-        args::Command::VerifyNoDrift(args) => verify_no_drift::run(&args),
-        args::Command::Inspect(args) => inspect::run(&args),
-    };
-    match result {
+    match run_command(&cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
+}
+
+fn run_command(cli: &args::Cli) -> Result<(), CliError> {
+    let quiet = matches!(&cli.command, args::Command::Generate(args) if args.quiet);
+    let trace = telemetry::start(cli.trace.as_deref(), !quiet && progress::is_shown())?;
+    let result = match &cli.command {
+        args::Command::Generate(args) => generate::run(args),
+        #[cfg(feature = "cuda")]
+        args::Command::Bench(args) => bench::run(args),
+        args::Command::VerifyNoDrift(args) => verify_no_drift::run(args),
+        args::Command::Inspect(args) => inspect::run(args),
+    };
+    // The run's own error says more than the trace's.
+    let traced = trace.map_or(Ok(()), |trace| trace.finish());
+    result.and(traced)
 }
 
 /// Says what went wrong, unless nobody is there to read on, as programs that SIGPIPE ends say nothing.
@@ -136,15 +146,4 @@ fn report(message: &str) {
         .join(" ");
     // Nothing can be done if standard error is closed.
     let _ = writeln!(std::io::stderr(), "rollout: {line}");
-}
-
-/// Logs what `RUST_LOG` asks for, which is nothing by default.
-fn start_logging() {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("off"));
-    // A second start, in tests, changes nothing.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .try_init();
 }

@@ -104,6 +104,7 @@ impl CudaRunner {
         settings: &CudaSettings,
     ) -> Result<Self, Error> {
         let begin = Instant::now();
+        let _span = tracing::info_span!("load", what = "the model onto the GPU").entered();
         let unavailable = |error| unavailable(settings.ordinal, error);
         let device = Device::open(settings.ordinal).map_err(unavailable)?;
         let compiler = Compiler::new().map_err(unavailable)?;
@@ -253,6 +254,8 @@ impl Runner for CudaRunner {
         self.backend.sync_pages(pages)?;
         let mut sampled = 0;
         if !step.prefill.is_empty() {
+            let (tokens, sequences) = (step.token_ids.len(), step.prefill.len());
+            let _span = tracing::debug_span!("prefill", tokens, sequences).entered();
             self.chunks.clear();
             self.chunks.extend(step.prefill.iter().map(|chunk| SequenceChunk {
                 slot: chunk.slot,
@@ -269,6 +272,8 @@ impl Runner for CudaRunner {
                 .plan(self.backend.config(), &batch, pages, LogitRows::Wanted)?;
             sampled = self.backend.prefill(&plan)?;
         }
+        let rows = step.decode.len();
+        let _span = (rows > 0).then(|| tracing::debug_span!("decode", rows).entered());
         self.rows.clear();
         self.rows.extend(step.decode.iter().map(|row| DecodeRow {
             slot: row.slot.index(),

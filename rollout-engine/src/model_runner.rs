@@ -85,6 +85,13 @@ impl<B: Backend> Runner for ModelRunner<B> {
         if let Some(slot) = slots.clone().find(|slot| slot.index() >= self.last_tokens.len()) {
             return Err(self.error(&format!("slot {slot} is beyond the batch")));
         }
+        // One pass for both: named after the work that dominates it.
+        let rows = step.decode.len();
+        let _span = match (step.token_ids.len(), step.prefill.len()) {
+            (0, _) => tracing::debug_span!("decode", rows),
+            (tokens, sequences) => tracing::debug_span!("prefill", tokens, sequences, rows),
+        }
+        .entered();
         self.token_ids.clear();
         self.token_ids.extend_from_slice(&step.token_ids);
         self.token_ids

@@ -221,7 +221,8 @@ impl<R: Runner> Scheduler<R> {
         let Some(owners) = self.in_flight.pop_front() else {
             return Ok(false);
         };
-        let outputs = self.runner.collect()?;
+        let outputs =
+            tracing::debug_span!("collect", rows = owners.len()).in_scope(|| self.runner.collect())?;
         if outputs.len() != owners.len() {
             return Err(Error::Runner {
                 device: self.runner.device(),
@@ -257,6 +258,7 @@ impl<R: Runner> Scheduler<R> {
                 }
             }
         }
+        let _span = tracing::info_span!("refresh", adapters = active.len()).entered();
         let mut update = self.runner.set_adapters(active, mode)?;
         self.policy = update.version;
         self.statistics.policy_changes += 1;

@@ -73,7 +73,9 @@ pub(crate) fn projection_rows(config: &Qwen3Config, projection: Projection) -> R
 impl DeviceWeights {
     /// Copies the weights to the device, fused.
     pub(crate) fn upload(stream: &Stream, config: &Qwen3Config, weights: &Weights) -> Result<Self> {
-        let layers = weights.layers.iter().map(|layer| {
+        let layers = weights.layers.iter().enumerate().map(|(index, layer)| {
+            let of = config.n_layers;
+            let _span = tracing::debug_span!("upload", what = "layer", index, of).entered();
             Self::layer(
                 stream,
                 config,
@@ -112,6 +114,8 @@ impl DeviceWeights {
         };
         let norm = |name: &str, len| random::norm(seed, name, len);
         let layers = (0..config.n_layers).map(|layer| {
+            let of = config.n_layers;
+            let _span = tracing::debug_span!("upload", what = "random layer", index = layer, of).entered();
             let name = |module: &str| format!("model.layers.{layer}.{module}.weight");
             Self::layer(
                 stream,

@@ -19,6 +19,11 @@ use crate::pool::PoolSettings;
 pub(super) struct Cli {
     #[command(subcommand)]
     pub(super) command: Command,
+
+    /// Write what the command spends its time on (loading, compilation, capture, prefill, decode, refresh) to this file, in
+    /// the trace event format of chrome://tracing and Perfetto.
+    #[arg(long, value_name = "FILE.json", global = true)]
+    pub(super) trace: Option<PathBuf>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -112,6 +117,10 @@ pub(super) struct GenerateArgs {
     /// text on standard output.
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) output: Option<PathBuf>,
+
+    /// Write counters, times and memory of the run to this file, as a JSON object; also if the run fails or is interrupted.
+    #[arg(long, value_name = "FILE.json")]
+    pub(super) metrics: Option<PathBuf>,
 
     /// Print results and errors only: no progress bar, no notices, no closing line.
     #[arg(long)]

@@ -11,7 +11,7 @@ use super::args::GenerateArgs;
 use super::input::{self, Job};
 use super::output::{Output, stdin_file, stdout_file};
 use super::progress::Progress;
-use super::{CliError, interrupt, report};
+use super::{CliError, interrupt, metrics, report};
 use crate::completion::{Event, RequestId};
 use crate::device::DeviceChoice;
 use crate::engine::Engine;
@@ -30,8 +30,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
     // Prompts first: a mistake in them shows before a large model is loaded.
     let has_template = args.prompts.is_none() && !ChatTemplates::from_dir(&model_dir)?.is_empty();
     let jobs = input::jobs(args, has_template)?;
-    let progress = Progress::new(args.quiet);
-    progress.spinner("loading the model");
+    let begin = Instant::now();
     let mut builder = Engine::builder()
         .model(&model_dir)
         .device(args.device)
@@ -45,9 +44,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
     if args.no_merge_lora {
         builder = builder.merge_mode(MergeMode::Unmerged);
     }
-    let built = builder.build_with_notice();
-    progress.clear();
-    let mut built = built?;
+    let mut built = builder.build_with_notice()?;
+    let load = begin.elapsed();
     if let (Some(notice), false) = (&built.notice, args.quiet) {
         report(notice);
         for flag in gpu_flags(args) {
@@ -59,15 +57,29 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         policy.remark().into_iter().for_each(report);
     }
     let output = Output::open(args.output.as_deref(), jobs.len())?;
-    let run = Run {
+    let mut run = Run {
         jobs: &jobs,
         source: source_name(args),
         output,
-        progress,
+        progress: Progress::new(args.quiet, jobs.len()),
         finished: 0,
         failed: 0,
     };
-    run.run(&mut built.engine, args.quiet)
+    let begin = Instant::now();
+    let result = run.run(&mut built.engine, args.quiet);
+    let Some(path) = &args.metrics else {
+        return result;
+    };
+    let run = metrics::Run {
+        prompts: jobs.len(),
+        completions: run.finished,
+        failed: run.failed,
+        interrupted: interrupt::requested(),
+        load,
+        generate: begin.elapsed(),
+    };
+    // The run's own error says more than that of its metrics.
+    result.and(metrics::write(path, &model_dir, &built.engine, &run))
 }
 
 struct Run<'a> {
@@ -80,33 +92,15 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn run(mut self, engine: &mut Engine, quiet: bool) -> Result<(), CliError> {
+    fn run(&mut self, engine: &mut Engine, quiet: bool) -> Result<(), CliError> {
         let start = Instant::now();
-        self.progress.start(self.jobs.len());
-        // Until the first step there is nothing to keep: an interruption ends the command at once.
-        let mut open = HashMap::new();
-        for (index, job) in self.jobs.iter().enumerate() {
-            match engine.submit(&job.request) {
-                Ok(id) => {
-                    open.insert(id, index);
-                }
-                Err(error) => self.fail(index, &error)?,
-            }
-        }
-        interrupt::finish_steps();
-        let result = self.generate(engine, &open, start);
+        let result = self.submit_and_generate(engine, start);
         self.progress.clear();
         // Completions held back are written even if the run failed.
-        let Self {
-            output,
-            finished,
-            failed,
-            jobs,
-            ..
-        } = self;
-        let written = output.finish();
+        let written = self.output.finish();
         result?;
         written?;
+        let (finished, failed, jobs) = (self.finished, self.failed, self.jobs);
         if !quiet {
             report(&closing_line(engine, finished, start.elapsed().as_secs_f64()));
         }
@@ -123,6 +117,21 @@ impl Run<'_> {
                 jobs.len()
             ))),
         }
+    }
+
+    fn submit_and_generate(&mut self, engine: &mut Engine, start: Instant) -> Result<(), CliError> {
+        let mut open = HashMap::new();
+        // Until the first step there is nothing to keep: an interruption ends the command at once.
+        for (index, job) in self.jobs.iter().enumerate() {
+            match engine.submit(&job.request) {
+                Ok(id) => {
+                    open.insert(id, index);
+                }
+                Err(error) => self.fail(index, &error)?,
+            }
+        }
+        interrupt::finish_steps();
+        self.generate(engine, &open, start)
     }
 
     fn generate(
@@ -206,37 +215,59 @@ fn refuse_what_has_no_effect_on_a_cpu(args: &GenerateArgs) -> Result<(), CliErro
 }
 
 fn refuse_to_overwrite_the_input(args: &GenerateArgs) -> Result<(), CliError> {
-    let to_stdout = args.output.as_ref().is_none_or(|path| path == Path::new("-"));
+    let file = args.output.as_deref().filter(|path| *path != Path::new("-"));
+    match file {
+        Some(path) => refuse_input(args, "--output", path.metadata(), Some(path))?,
+        None => {
+            let stdout = stdout_file().and_then(|file| file.metadata());
+            refuse_input(args, "standard output", stdout, None)?;
+        }
+    }
+    if let Some(path) = args.metrics.as_deref() {
+        refuse_input(args, "--metrics", path.metadata(), Some(path))?;
+        if let Some(true) = file.map(|file| {
+            file == path || matches!((file.metadata(), path.metadata()), (Ok(a), Ok(b)) if same_file(&a, &b))
+        }) {
+            return Err(CliError::Usage(
+                "--metrics is the file of --output: name another one".into(),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses `output`, of the flag `name`, if it is a file that is read. `path` is where it was named, if it was.
+fn refuse_input(
+    args: &GenerateArgs,
+    name: &str,
+    output: std::io::Result<Metadata>,
+    path: Option<&Path>,
+) -> Result<(), CliError> {
     // Only a file that is there can be one that is read.
-    let output = match &args.output {
-        Some(path) if !to_stdout => path.metadata(),
-        _ => stdout_file().and_then(|file| file.metadata()),
-    };
     let Ok(output) = output else {
         return Ok(());
+    };
+    let advice = match path {
+        Some(_) => "name another one",
+        None => "send it elsewhere",
     };
     let prompts = match &args.prompts {
         None => None,
         Some(path) if path == Path::new("-") => stdin_file().and_then(|file| file.metadata()).ok(),
         Some(path) => path.metadata().ok(),
     };
-    let (name, advice) = match to_stdout {
-        true => ("standard output", "send it elsewhere"),
-        false => ("--output", "name another one"),
-    };
     if prompts.is_some_and(|prompts| same_file(&prompts, &output)) {
         return Err(CliError::Usage(format!(
             "{name} is the file of --prompts: {advice}"
         )));
     }
+    let path = path.and_then(|path| path.canonicalize().ok());
     // Weights are mapped while the command runs: truncating them would end it, and lose them.
     for folder in args.model.iter().chain(&args.adapter) {
-        let inside = args
-            .output
+        let inside = path
             .as_ref()
-            .and_then(|path| path.canonicalize().ok())
             .zip(folder.canonicalize().ok())
-            .is_some_and(|(output, folder)| output.starts_with(folder));
+            .is_some_and(|(path, folder)| path.starts_with(folder));
         let is_output = |file: std::io::Result<std::fs::DirEntry>| {
             file.and_then(|file| file.path().metadata())
                 .is_ok_and(|file| same_file(&file, &output))

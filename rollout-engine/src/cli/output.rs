@@ -134,7 +134,7 @@ impl Output {
     }
 
     /// Writes what is held back. To be called when no more will come.
-    pub(super) fn finish(self) -> Result<(), CliError> {
+    pub(super) fn finish(&mut self) -> Result<(), CliError> {
         match self {
             Self::Json {
                 target: Target::File(file),
@@ -146,13 +146,13 @@ impl Output {
                     Err(e)
                         if !matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) =>
                     {
-                        Err(write_error(&path, e))
+                        Err(write_error(path, e))
                     }
                     _ => Ok(()),
                 }
             }
             Self::Json { .. } => Ok(()),
-            Self::Text { waiting, .. } => waiting
+            Self::Text { waiting, .. } => std::mem::take(waiting)
                 .into_iter()
                 .flatten()
                 .try_for_each(|text| write_stdout(&text)),
