@@ -101,7 +101,8 @@ impl EngineBuilder {
         self
     }
 
-    /// Most prompt tokens per step, which bounds the memory for activations. Default: 512 on a CPU.
+    /// Most prompt tokens per step, which bounds the memory for activations. Default: 512 on a CPU, 4096 on a GPU. See also
+    /// [`Scheduler::set_mixed_prefill_tokens`](crate::Scheduler::set_mixed_prefill_tokens).
     #[must_use]
     pub fn max_prefill_tokens(mut self, tokens: usize) -> Self {
         self.settings.pool.max_prefill_tokens = Some(tokens);

@@ -9,6 +9,10 @@ use crate::adapters::PolicyUpdate;
 use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
 use crate::sampling::{Row, Sampler};
 
+/// Prompt tokens of a step that also decodes. A prompt's token costs a processor about what a decoded one does, so the
+/// fewer the better for who decodes; much fewer would leave its cores idle.
+const MIXED_PREFILL_TOKENS: usize = 64;
+
 /// Runs each step to its end when it is submitted; prompts and decode rows share one pass through the layers.
 #[derive(Debug)]
 pub struct ModelRunner<B> {
@@ -71,6 +75,10 @@ impl<B: Backend> Runner for ModelRunner<B> {
 
     fn memory(&self) -> RunnerMemory {
         self.memory
+    }
+
+    fn mixed_prefill_tokens(&self) -> usize {
+        MIXED_PREFILL_TOKENS.min(self.shape.max_prefill_tokens)
     }
 
     fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {

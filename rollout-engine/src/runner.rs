@@ -138,6 +138,13 @@ pub trait Runner {
     /// Bytes held.
     fn memory(&self) -> RunnerMemory;
 
+    /// Most prompt tokens, at least 1, in a step that sequences under way decode in, so that these do not wait long for
+    /// it: [`Scheduler::set_mixed_prefill_tokens`](crate::Scheduler::set_mixed_prefill_tokens). Default: no fewer than in
+    /// any other step.
+    fn mixed_prefill_tokens(&self) -> usize {
+        self.shape().max_prefill_tokens
+    }
+
     /// Starts a step. `pages` already covers every position of it, and its rows are to be read (or mirrored) now:
     /// the scheduler may change them as soon as this returns. Called only while fewer than `max_in_flight` steps
     /// are uncollected.
@@ -207,6 +214,10 @@ impl<R: Runner + ?Sized> Runner for Box<R> {
 
     fn memory(&self) -> RunnerMemory {
         (**self).memory()
+    }
+
+    fn mixed_prefill_tokens(&self) -> usize {
+        (**self).mixed_prefill_tokens()
     }
 
     fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {

@@ -56,6 +56,8 @@ pub struct Scheduler<R> {
     in_flight: VecDeque<Vec<RequestId>>,
     /// Copies that reservations asked for and no step has carried yet.
     copies: Vec<(Slot, PageCopy)>,
+    /// See [`Scheduler::set_mixed_prefill_tokens`].
+    mixed_prefill_tokens: usize,
     next_id: u64,
     policy: PolicyVersion,
     statistics: Statistics,
@@ -88,6 +90,7 @@ impl<R: Runner> Scheduler<R> {
         })?;
         Ok(Self {
             policy: runner.policy(),
+            mixed_prefill_tokens: runner.mixed_prefill_tokens().max(1),
             runner,
             shape,
             pages,
@@ -114,6 +117,18 @@ impl<R: Runner> Scheduler<R> {
     /// With the same seed and the same requests in the same order all completions are the same again.
     pub fn set_seed(&mut self, seed: u64) {
         self.seed = seed;
+    }
+
+    /// Limits the prompt tokens of a step that sequences under way decode in: the time that these wait for prompts. The
+    /// limit does not apply while more sequences wait to start than decode, when starting them matters more. 0 counts as 1,
+    /// and never does a step have more than [`RunnerShape::max_prefill_tokens`]. Completions do not depend on it.
+    pub fn set_mixed_prefill_tokens(&mut self, tokens: usize) {
+        self.mixed_prefill_tokens = tokens.max(1);
+    }
+
+    /// The limit in force.
+    pub fn mixed_prefill_tokens(&self) -> usize {
+        self.mixed_prefill_tokens.min(self.shape.max_prefill_tokens)
     }
 
     /// Accepts a request for generation.

@@ -42,6 +42,11 @@ pub(crate) struct SplitRows {
 }
 
 impl SplitRows {
+    /// Elements that it holds memory for.
+    pub(crate) fn capacity(&self) -> usize {
+        self.data.capacity()
+    }
+
     /// Takes over `rows`, `[n, cols]` with `cols` even.
     pub(crate) fn set(&mut self, rows: &[f32], cols: usize) {
         self.cols = cols;

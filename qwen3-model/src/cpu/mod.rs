@@ -178,6 +178,30 @@ impl CpuBackend {
         &mut self.cache
     }
 
+    /// Bytes of the buffers that steps work in, beside weights and cache: as many as the largest step so far needed,
+    /// whatever the lengths of its sequences.
+    pub fn workspace_bytes(&self) -> usize {
+        let Buffers {
+            residual,
+            normed,
+            qkv,
+            keys,
+            values,
+            mixed,
+            delta,
+            gate_up,
+            gated,
+            logits,
+            split,
+            scratch,
+        } = &self.buffers;
+        let buffers = [
+            residual, normed, qkv, keys, values, mixed, delta, gate_up, gated, logits, scratch,
+        ];
+        let floats = buffers.iter().map(|buffer| buffer.capacity()).sum::<usize>() + split.capacity();
+        floats * size_of::<f32>()
+    }
+
     fn rms_norm_eps(&self) -> f32 {
         self.config.rms_norm_eps as f32
     }

@@ -30,7 +30,7 @@ pub(super) struct Cli {
 pub(super) enum Command {
     /// Generate completions, by default for a few maths prompts with the small model that ships with the command.
     Generate(GenerateArgs),
-    /// Measure tokens per second on a fixed workload, by default with the bundled model; needs a GPU.
+    /// Measure tokens per second, or how long requests wait, on a fixed workload; by default the bundled model on a GPU.
     #[cfg(feature = "cuda")]
     Bench(super::bench::BenchArgs),
     /// Prove that merging adapters leaves the base weights as they are: perturb and merge many times, compare

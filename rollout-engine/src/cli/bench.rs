@@ -1,4 +1,5 @@
-//! `rollout bench`: tokens per second on a fixed workload, without any model file.
+//! `rollout bench`: tokens per second on a fixed workload, without any model file; with `--arrival-rate` how long requests
+//! wait that arrive one by one.
 //!
 //! Prompt `i` has `64 + 37 i mod 193` tokens, its token `j` is `1000 + (7919 i + 104729 j) mod 140000` (within the
 //! vocabulary). All prompts of a batch are submitted at once; decoding is greedy and goes on past end-of-sequence ids.
@@ -18,14 +19,17 @@ use sha2::{Digest, Sha256};
 use super::CliError;
 use super::args::positive;
 use super::output::write_stdout;
+use crate::builder::RunnerSettings;
 use crate::completion::{Event, TokenCompletion};
 use crate::cuda_runner::{CudaRunner, CudaSettings};
-use crate::device::DeviceChoice;
+use crate::device::{self, DeviceChoice};
 use crate::pool::PoolSettings;
 use crate::request::SamplingParams;
 use crate::runner::Runner;
 use crate::scheduler::Scheduler;
 use crate::{Error, bundled};
+
+mod arrivals;
 
 /// Bytes per second that a device was measured to read from its memory; the floor of a decode step follows from it.
 const READ_RATES: [(&str, f64); 1] = [("H200", 4.39e12)];
@@ -41,7 +45,7 @@ pub(super) struct BenchArgs {
     #[arg(long, value_name = "DIR|random:SHAPE")]
     model: Option<String>,
 
-    /// Prompts of a round, all submitted at once.
+    /// Prompts of a round, all submitted at once unless --arrival-rate is given.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = positive)]
     n_prompts: usize,
 
@@ -77,6 +81,15 @@ pub(super) struct BenchArgs {
     #[arg(long, value_name = "N", value_parser = positive)]
     max_prefill_tokens: Option<usize>,
 
+    /// Most prompt tokens of a step in which other sequences decode, in tokens; more where more sequences wait to start
+    /// than decode. Default: the device's choice.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    mixed_prefill_tokens: Option<usize>,
+
+    /// Let prompts arrive at random, so many a second on average, and report the times to first tokens and between tokens.
+    #[arg(long, value_name = "R", value_parser = rate, conflicts_with_all = ["batches", "lora_rank"])]
+    arrival_rate: Option<f64>,
+
     /// Serve a random adapter of this rank on all seven projections, merged, and time a refresh.
     #[arg(long, value_name = "N", value_parser = positive)]
     lora_rank: Option<usize>,
@@ -89,11 +102,11 @@ pub(super) struct BenchArgs {
     #[arg(long)]
     no_capture_cudagraph: bool,
 
-    /// Which GPU: cuda:N.
+    /// Where to run: cuda:N, or cpu.
     #[arg(long, value_name = "DEVICE", default_value = "cuda:0")]
     device: DeviceChoice,
 
-    /// Seed of random weights.
+    /// Seed of random weights and of arrivals.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 
@@ -158,21 +171,29 @@ struct Measured {
     profile: Vec<StageTime>,
 }
 
+fn rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate > 0.0 && rate.is_finite() => Ok(rate),
+        _ => Err("use a number of prompts a second above 0, such as 2.5".into()),
+    }
+}
+
 pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
-    let ordinal = match args.device {
-        DeviceChoice::Cuda(ordinal) => ordinal,
-        _ => {
-            return Err(CliError::Usage(
-                "rollout bench runs on a GPU: use --device cuda:N".into(),
-            ));
-        }
-    };
     let batches = if args.batches.is_empty() {
         vec![args.n_prompts]
     } else {
         args.batches.clone()
     };
     let largest = batches.iter().copied().max().unwrap_or(1);
+    let ordinal = match args.device {
+        DeviceChoice::Cuda(ordinal) => ordinal,
+        DeviceChoice::Cpu => return run_on_cpu(args, &batches, largest),
+        DeviceChoice::Auto => {
+            return Err(CliError::Usage(
+                "rollout bench measures one device: use --device cuda:N or --device cpu".into(),
+            ));
+        }
+    };
     let settings = CudaSettings {
         ordinal,
         capture: !args.no_capture_cudagraph,
@@ -189,7 +210,10 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
     let start = *runner.start();
     let device = runner.device();
     let memory = runner.memory();
-    let mut scheduler = Scheduler::new(runner, Vec::new())?;
+    let mut scheduler = scheduler(args, runner)?;
+    if let Some(rate) = args.arrival_rate {
+        return serve_arrivals(args, rate, &mut scheduler, &config, &backend, load_s);
+    }
     let mut measured = Vec::new();
     for &prompts in &batches {
         measured.push(measure(args, &mut scheduler, &config, prompts)?);
@@ -226,25 +250,108 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
             report
         })
         .collect();
-    write_stdout(&table(&device, load_s, peak, &reports))?;
+    write_stdout(&table(&device, load_s, Some(peak), &reports))?;
     if let (Some(refresh), Some(rank)) = (&refresh, args.lora_rank) {
         write_stdout(&format!(
             "refresh of rank {rank} on all projections: {:.2} ms, of which writing weights {:.2} ms (median of {REFRESHES})\n",
             refresh.total_ms, refresh.merge_ms
         ))?;
     }
-    if let Some(path) = &args.stats_path {
-        let value = if args.batches.is_empty() {
-            reports[0].clone()
-        } else {
-            Value::Array(reports)
-        };
-        let text =
-            serde_json::to_string_pretty(&value).map_err(|error| CliError::Failed(error.to_string()))?;
-        std::fs::write(path, text + "\n")
-            .map_err(|error| CliError::Failed(format!("{}: {error}", path.display())))?;
+    write_reports(args, reports)
+}
+
+/// With the limits that were asked for.
+fn scheduler<R: Runner>(args: &BenchArgs, runner: R) -> Result<Scheduler<R>, CliError> {
+    let mut scheduler = Scheduler::new(runner, Vec::new())?;
+    if let Some(tokens) = args.mixed_prefill_tokens {
+        scheduler.set_mixed_prefill_tokens(tokens);
     }
-    Ok(())
+    Ok(scheduler)
+}
+
+/// The same workload through the CPU runner, without what only a GPU has.
+fn run_on_cpu(args: &BenchArgs, batches: &[usize], largest: usize) -> Result<(), CliError> {
+    let only_gpu = [
+        ("--lora-rank", args.lora_rank.is_some()),
+        ("--no-capture-cudagraph", args.no_capture_cudagraph),
+    ];
+    if let Some((flag, _)) = only_gpu.iter().find(|(_, given)| *given) {
+        return Err(CliError::Usage(format!(
+            "{flag} is for a GPU: use --device cuda:N"
+        )));
+    }
+    let name = args.model.as_deref().unwrap_or_default();
+    if name.starts_with("random:") {
+        let advice = "random weights are drawn on a GPU: give a model folder, or none for the bundled model";
+        return Err(CliError::Usage(format!(
+            "--model {name} with --device cpu: {advice}"
+        )));
+    }
+    let dir = match name {
+        "" => bundled::model_dir()?,
+        name => Path::new(name).to_owned(),
+    };
+    let begin = Instant::now();
+    let config = Qwen3Config::from_dir(&dir).map_err(Error::from)?;
+    let settings = RunnerSettings {
+        pool: pool(args, largest),
+        ..RunnerSettings::default()
+    };
+    let opened = device::open(DeviceChoice::Cpu, &dir, &config, &settings)?;
+    let load_s = begin.elapsed().as_secs_f64();
+    let backend = format!("cpu, {}", dir.display());
+    let memory = opened.runner.memory();
+    let mut scheduler = scheduler(args, opened.runner)?;
+    if let Some(rate) = args.arrival_rate {
+        return serve_arrivals(args, rate, &mut scheduler, &config, &backend, load_s);
+    }
+    let device = scheduler.device();
+    let floor = Floor::new(&device, &config, memory.weight_bytes);
+    let mut reports = Vec::new();
+    for &prompts in batches {
+        let mut report = report(args, &measure(args, &mut scheduler, &config, prompts)?, &floor);
+        report["backend"] = json!(backend);
+        report["device"] = json!(device);
+        report["commit"] = json!(option_env!("ROLLOUT_COMMIT"));
+        report["load_s"] = json!(load_s);
+        report["weight_gb"] = json!(memory.weight_bytes as f64 / 1e9);
+        report["kv_gb"] = json!(memory.kv_bytes as f64 / 1e9);
+        reports.push(report);
+    }
+    write_stdout(&table(&device, load_s, None, &reports))?;
+    write_reports(args, reports)
+}
+
+fn serve_arrivals<R: Runner>(
+    args: &BenchArgs,
+    rate: f64,
+    scheduler: &mut Scheduler<R>,
+    config: &Qwen3Config,
+    backend: &str,
+    load_s: f64,
+) -> Result<(), CliError> {
+    let (mut report, text) = arrivals::measure(args, rate, scheduler, config.vocab_size)?;
+    let device = scheduler.device();
+    write_stdout(&format!("{device}, ready in {load_s:.2} s\n\n{text}"))?;
+    report["backend"] = json!(backend);
+    report["device"] = json!(device);
+    report["commit"] = json!(option_env!("ROLLOUT_COMMIT"));
+    report["load_s"] = json!(load_s);
+    write_reports(args, vec![report])
+}
+
+fn write_reports(args: &BenchArgs, mut reports: Vec<Value>) -> Result<(), CliError> {
+    let Some(path) = &args.stats_path else {
+        return Ok(());
+    };
+    let value = if args.batches.is_empty() {
+        reports.remove(0)
+    } else {
+        Value::Array(reports)
+    };
+    let text = serde_json::to_string_pretty(&value).map_err(|error| CliError::Failed(error.to_string()))?;
+    std::fs::write(path, text + "\n")
+        .map_err(|error| CliError::Failed(format!("{}: {error}", path.display())))
 }
 
 fn pool(args: &BenchArgs, largest: usize) -> PoolSettings {
@@ -299,9 +406,9 @@ fn prompt(i: usize, vocab: usize) -> Vec<u32> {
         .collect()
 }
 
-fn measure(
+fn measure<R: Runner>(
     args: &BenchArgs,
-    scheduler: &mut Scheduler<CudaRunner>,
+    scheduler: &mut Scheduler<R>,
     config: &Qwen3Config,
     prompts: usize,
 ) -> Result<Measured, CliError> {
@@ -499,11 +606,12 @@ fn report(args: &BenchArgs, batch: &Measured, floor: &Floor) -> Value {
     })
 }
 
-fn table(device: &str, load_s: f64, peak: u64, reports: &[Value]) -> String {
-    let mut out = format!(
-        "{device}, ready in {load_s:.2} s, {:.2} GB of device memory\n\n",
-        peak as f64 / 1e9
-    );
+fn table(device: &str, load_s: f64, peak: Option<u64>, reports: &[Value]) -> String {
+    let mut out = format!("{device}, ready in {load_s:.2} s");
+    if let Some(peak) = peak {
+        let _ = write!(out, ", {:.2} GB of device memory", peak as f64 / 1e9);
+    }
+    out += "\n\n";
     out += "prompts  tok/s median    best  prefill ms  step ms  floor ms  % of floor  tokens\n";
     let number = |report: &Value, key: &str| report[key].as_f64().unwrap_or(f64::NAN);
     for report in reports {

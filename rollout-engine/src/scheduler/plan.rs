@@ -123,9 +123,21 @@ impl<R: Runner> Scheduler<R> {
         Ok(owners)
     }
 
+    /// Prompt tokens of a step in which `decoding` sequences decode. These wait while prompts are computed, and whoever
+    /// waits for a slot or for the rest of its prompt waits the longer the fewer tokens there are: the many go first.
+    fn prefill_budget(&self, decoding: usize) -> usize {
+        let under_way = self.running.values().filter(|sequence| sequence.prefilling);
+        let starting = self.waiting.len().min(self.pages.free_slots()) + under_way.count();
+        if starting > decoding {
+            self.shape.max_prefill_tokens
+        } else {
+            self.mixed_prefill_tokens()
+        }
+    }
+
     /// Adds chunks of known tokens up to the budget: first of sequences that are under way, then of new ones.
     fn plan_prefill(&mut self, step: &mut Step, owners: &mut Vec<RequestId>) -> Result<(), Error> {
-        let mut budget = self.shape.max_prefill_tokens;
+        let mut budget = self.prefill_budget(step.decode.len());
         let under_way: Vec<_> = self
             .running
             .iter()

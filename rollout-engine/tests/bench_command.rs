@@ -1,0 +1,110 @@
+//! `rollout bench` on the CPU, with the bundled model.
+#![cfg(feature = "cuda")] // The command is part of builds with GPU support; nothing here needs a GPU.
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn bench(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rollout"));
+    command.args(["bench", "--device", "cpu"]).args(args);
+    command.output().expect("the command runs")
+}
+
+fn report(args: &[&str]) -> Value {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("report.json");
+    let output = bench(&[args, &["--stats-path", path.to_str().expect("a path")]].concat());
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(!output.stdout.is_empty());
+    serde_json::from_slice(&std::fs::read(&path).expect("a report")).expect("JSON")
+}
+
+#[test]
+fn arrivals_are_reported_with_first_tokens_stalls_and_the_budgets_in_force() {
+    let report = report(&[
+        "--arrival-rate",
+        "200",
+        "--n-prompts",
+        "6",
+        "--max-new-tokens",
+        "5",
+        "--n-rounds",
+        "2",
+        "--max-batch-size",
+        "3",
+        "--max-prefill-tokens",
+        "50",
+        "--mixed-prefill-tokens",
+        "20",
+    ]);
+    let number = |key: &str| {
+        report[key]
+            .as_f64()
+            .unwrap_or_else(|| panic!("{key} in {report}"))
+    };
+    assert_eq!(number("n_decoded_tokens"), 2.0 * 6.0 * 5.0);
+    assert_eq!(
+        (number("max_prefill_tokens"), number("mixed_prefill_tokens")),
+        (50.0, 20.0)
+    );
+    assert!(number("max_running") <= 3.0);
+    for key in ["first_token_ms", "inter_token_ms"] {
+        let [p50, p99, max] = ["p50", "p99", "max"].map(|name| report[key][name].as_f64().expect("a number"));
+        assert!(0.0 < p50 && p50 <= p99 && p99 <= max, "{key}: {p50} {p99} {max}");
+    }
+    assert_eq!(report["longest_decode_stall_ms"], report["inter_token_ms"]["max"]);
+    assert!(number("step_without_prefill_ms") > 0.0 && number("step_with_prefill_ms") > 0.0);
+}
+
+#[test]
+fn whatever_the_budget_the_workload_gives_the_same_tokens() {
+    let checksum = |budget: &str| {
+        let args = [
+            "--n-prompts",
+            "5",
+            "--max-new-tokens",
+            "4",
+            "--n-rounds",
+            "1",
+            "--max-prefill-tokens",
+            budget,
+        ];
+        report(&args)["token_checksum"].clone()
+    };
+    let whole = checksum("4096");
+    assert!(whole.is_string());
+    assert_eq!(checksum("33"), whole);
+}
+
+#[test]
+fn what_cannot_work_is_refused_in_a_line() {
+    for (args, words) in [
+        (&["--arrival-rate", "0"][..], "arrival-rate"),
+        (&["--arrival-rate", "inf"], "arrival-rate"),
+        (&["--arrival-rate", "2", "--batches", "1,2"], "batches"),
+        (&["--model", "random:qwen3-4b"], "drawn on a GPU"),
+        (&["--lora-rank", "8"], "--lora-rank"),
+        (&["--device", "auto"], "--device cpu"),
+    ] {
+        let output = if args.contains(&"--device") {
+            Command::new(env!("CARGO_BIN_EXE_rollout"))
+                .arg("bench")
+                .args(args)
+                .output()
+                .expect("runs")
+        } else {
+            bench(args)
+        };
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {stderr}");
+        assert!(
+            stderr.contains(words) && stderr.trim_end().lines().count() == 1,
+            "{args:?}: {stderr}"
+        );
+    }
+}
