@@ -18,7 +18,7 @@ fn main() -> Result<(), Error> {
 
     // In the order in which they finish; `engine.generate(&requests)` gives them in the order of the requests.
     for finished in engine.stream(&requests) {
-        let Finished { index, result } = finished?;
+        let Finished { index, result, .. } = finished?;
         // A request that could not be completed has its own error and does not disturb the others.
         match result {
             Ok(completion) => {

@@ -22,6 +22,7 @@ pub struct EngineBuilder {
     adapters: Vec<(PathBuf, f32)>,
     merge_mode: MergeMode,
     seed: u64,
+    prefix_cache: bool,
 }
 
 /// What a device needs to know besides the model folder.
@@ -159,6 +160,16 @@ impl EngineBuilder {
         self
     }
 
+    /// Whether pages of computed prompts and completions are kept for later requests that start with the same tokens, such
+    /// as a system prompt or the turns of a conversation. They are used under the policy that computed them only, and give
+    /// way, least recently used first, when running sequences need pages. The last token of a prompt is always computed.
+    /// Default: false, so that the time of a request does not depend on those before it.
+    #[must_use]
+    pub fn prefix_cache(mut self, on: bool) -> Self {
+        self.prefix_cache = on;
+        self
+    }
+
     /// Loads the model.
     ///
     /// # Errors
@@ -194,6 +205,7 @@ impl EngineBuilder {
         let mut engine = Engine::with_runner(runner, eos_token_ids, text)?;
         engine.set_seed(self.seed);
         let policy = engine.serve_first(adapters)?;
+        engine.set_prefix_cache(self.prefix_cache)?;
         Ok(BuiltEngine {
             engine,
             notice,

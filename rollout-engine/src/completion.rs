@@ -49,6 +49,8 @@ pub enum StopReason {
 /// A finished request, in tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenCompletion {
+    /// Number of the completion among those of its request, from 0.
+    pub index: usize,
     /// The prompt, exactly as it was given to the model.
     pub prompt_token_ids: Vec<u32>,
     /// The new tokens, a stop id included.
@@ -75,6 +77,8 @@ pub struct TokenCompletion {
 /// A finished request, with its text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Completion {
+    /// Number of the completion among those of its request, from 0.
+    pub index: usize,
     /// The prompt, exactly as it was given to the model.
     pub prompt_token_ids: Vec<u32>,
     /// The new tokens, a stop id included.
@@ -103,18 +107,38 @@ pub struct Completion {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event<C = Completion> {
-    /// A request got one more token. Never repeated, whatever happens to the request.
+    /// A completion got one more token. Never repeated, whatever happens to the request.
     Token {
         /// The request.
         request: RequestId,
+        /// Number of the completion among those of the request.
+        index: usize,
         /// The token and its log-probability.
         token: SampledToken,
     },
-    /// A request is over.
+    /// A completion is over; with it the request, unless it asked for more than one.
     Finished {
         /// The request.
         request: RequestId,
+        /// Number of the completion among those of the request.
+        index: usize,
         /// Its completion, or why it alone failed.
         result: Result<C, Error>,
     },
+    /// The last completion of a request that asked for more than one is over, its event given just before.
+    GroupFinished {
+        /// The request.
+        request: RequestId,
+    },
+}
+
+impl<C> Event<C> {
+    /// The request that the event is about.
+    pub fn request(&self) -> RequestId {
+        match self {
+            Self::Token { request, .. }
+            | Self::Finished { request, .. }
+            | Self::GroupFinished { request } => *request,
+        }
+    }
 }

@@ -10,6 +10,7 @@ use crate::Error;
 use crate::adapters::{AdapterSet, PolicyUpdate};
 use crate::builder::EngineBuilder;
 use crate::completion::{Completion, Event, RequestId, TokenCompletion};
+use crate::groups::lost;
 use crate::request::{Prompt, Request, SamplingParams};
 use crate::runner::Runner;
 use crate::scheduler::Scheduler;
@@ -18,8 +19,9 @@ use crate::text::TextPipeline;
 
 /// Generates completions on one device.
 ///
-/// Three ways to use it: [`Engine::generate`] for a batch as a whole, [`Engine::stream`] for completions as they
-/// finish, and [`Engine::submit`] with [`Engine::step`] for a loop of one's own, such as a server's.
+/// Ways to use it: [`Engine::generate`] for a batch as a whole, [`Engine::generate_groups`] for several completions of each
+/// prompt, [`Engine::stream`] and [`Engine::stream_groups`] for the same as they finish, and [`Engine::submit`] with
+/// [`Engine::step`] for a loop of one's own, such as a server's.
 pub struct Engine<R = Box<dyn Runner + Send>> {
     scheduler: Scheduler<R>,
     text: Option<Arc<TextPipeline>>,
@@ -66,20 +68,14 @@ impl<R: Runner> Engine<R> {
         self.scheduler.set_seed(seed);
     }
 
-    /// Accepts a request.
+    /// Accepts a request. Each of its completions ends with an [`Event::Finished`]; if it asks for more than one,
+    /// [`Event::GroupFinished`] follows the last.
     ///
     /// # Errors
     /// The prompt cannot be tokenized, or the request could never be completed: see [`Scheduler::submit`].
     pub fn submit(&mut self, request: &Request) -> Result<RequestId, Error> {
-        if request.n != 1 {
-            return Err(Error::InvalidParameter {
-                parameter: "n",
-                value: request.n.to_string(),
-                advice: "only one completion per request so far",
-            });
-        }
         let prompt = self.encode(&request.prompt)?;
-        self.submit_token_ids(prompt, &request.sampling)
+        self.scheduler.submit_group(prompt, &request.sampling, request.n)
     }
 
     /// Accepts a prompt that has been tokenized already.
@@ -145,39 +141,67 @@ impl<R: Runner> Engine<R> {
         self.scheduler.cancel(request)
     }
 
-    /// Completes all requests. The results are in the order of the requests; a request that is refused or fails
-    /// has its error there and does not disturb the others.
+    /// Keeps pages of computed prefixes for later requests, or no longer: see [`EngineBuilder::prefix_cache`].
+    ///
+    /// # Errors
+    /// Those of the page table, which are defects.
+    pub fn set_prefix_cache(&mut self, on: bool) -> Result<(), Error> {
+        self.scheduler.set_prefix_cache(on)
+    }
+
+    /// Forgets the pages kept for later requests, if there are any. A change of policy does so by itself.
+    ///
+    /// # Errors
+    /// Those of the page table, which are defects.
+    pub fn clear_prefix_cache(&mut self) -> Result<(), Error> {
+        self.scheduler.clear_prefix_cache()
+    }
+
+    /// Completes all requests once. The results are in the order of the requests; a request that is refused or fails
+    /// has its error there and does not disturb the others. For requests with more than one completion there is
+    /// [`Engine::generate_groups`]; here they are refused.
     ///
     /// # Errors
     /// The device failed: no result is left.
     pub fn generate(&mut self, requests: &[Request]) -> Result<Vec<Result<Completion, Error>>, Error> {
         let mut results: Vec<_> = requests.iter().map(|_| None).collect();
-        for finished in self.stream(requests) {
-            let Finished { index, result } = finished?;
+        let once = |request: &Request| match request.n {
+            1 => Ok(()),
+            n => Err(Error::InvalidParameter {
+                parameter: "n",
+                value: n.to_string(),
+                advice: "generate gives one completion per request, use generate_groups",
+            }),
+        };
+        for finished in self.stream_if(requests, once) {
+            let Finished { index, result, .. } = finished?;
             results[index] = Some(result);
         }
-        let lost = |_| Error::Stalled {
-            waiting: 0,
-            running: 0,
-            free_pages: 0,
-        };
-        results
-            .into_iter()
-            .map(|result| result.ok_or(()).map_err(lost))
-            .collect()
+        let results = results.into_iter().map(|result| result.ok_or_else(lost));
+        results.collect()
     }
 
-    /// Completes all requests, one result at a time as they finish. Dropping the iterator cancels what is left.
+    /// Completes all requests, one completion at a time as they finish. Dropping the iterator cancels what is left.
     pub fn stream(&mut self, requests: &[Request]) -> Stream<'_, R> {
+        self.stream_if(requests, |_| Ok(()))
+    }
+
+    fn stream_if(
+        &mut self,
+        requests: &[Request],
+        check: impl Fn(&Request) -> Result<(), Error>,
+    ) -> Stream<'_, R> {
         let mut ready = VecDeque::new();
         let mut open = HashMap::new();
         for (index, request) in requests.iter().enumerate() {
-            match self.submit(request) {
+            match check(request).and_then(|()| self.submit(request)) {
                 Ok(id) => {
-                    open.insert(id, index);
+                    let group = request.n > 1;
+                    open.insert(id, Open { index, group });
                 }
                 Err(error) => ready.push_back(Finished {
                     index,
+                    completion: 0,
                     result: Err(error),
                 }),
             }
@@ -216,8 +240,21 @@ impl<R: Runner> Engine<R> {
 
 fn with_text(event: Event<TokenCompletion>, text: Option<&TextPipeline>) -> Event {
     match event {
-        Event::Token { request, token } => Event::Token { request, token },
-        Event::Finished { request, result } => {
+        Event::Token {
+            request,
+            index,
+            token,
+        } => Event::Token {
+            request,
+            index,
+            token,
+        },
+        Event::GroupFinished { request } => Event::GroupFinished { request },
+        Event::Finished {
+            request,
+            index,
+            result,
+        } => {
             let result = result.and_then(|completion| {
                 let text = match (completion.text, text) {
                     (Some(text), _) => text,
@@ -225,6 +262,7 @@ fn with_text(event: Event<TokenCompletion>, text: Option<&TextPipeline>) -> Even
                     (None, None) => String::new(),
                 };
                 Ok(Completion {
+                    index: completion.index,
                     prompt_token_ids: completion.prompt_token_ids,
                     token_ids: completion.token_ids,
                     text,
@@ -236,17 +274,23 @@ fn with_text(event: Event<TokenCompletion>, text: Option<&TextPipeline>) -> Even
                     policies: completion.policies,
                 })
             });
-            Event::Finished { request, result }
+            Event::Finished {
+                request,
+                index,
+                result,
+            }
         }
     }
 }
 
-/// One finished request of a [`Stream`].
+/// One finished completion of a [`Stream`].
 #[derive(Debug)]
 pub struct Finished {
     /// Index of the request in the slice given to [`Engine::stream`].
     pub index: usize,
-    /// Its completion, or why it alone was refused or failed.
+    /// Number of the completion among those of the request; 0 if the request was refused.
+    pub completion: usize,
+    /// The completion, or why it alone failed, or why the request was refused.
     pub result: Result<Completion, Error>,
 }
 
@@ -254,8 +298,16 @@ pub struct Finished {
 #[derive(Debug)]
 pub struct Stream<'a, R: Runner> {
     engine: &'a mut Engine<R>,
-    open: HashMap<RequestId, usize>,
-    ready: VecDeque<Finished>,
+    open: HashMap<RequestId, Open>,
+    pub(crate) ready: VecDeque<Finished>,
+}
+
+/// A request whose completions are not all there.
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    index: usize,
+    /// Whether it asked for more than one completion.
+    group: bool,
 }
 
 impl<R: Runner> Iterator for Stream<'_, R> {
@@ -278,15 +330,26 @@ impl<R: Runner> Iterator for Stream<'_, R> {
             };
             let mut others = VecDeque::new();
             for event in events {
-                let (Event::Token { request, .. } | Event::Finished { request, .. }) = &event;
-                match self.open.get(request) {
-                    None => others.push_back(event),
-                    Some(&index) => {
-                        if let Event::Finished { request, result } = event {
-                            self.open.remove(&request);
-                            self.ready.push_back(Finished { index, result });
-                        }
-                    }
+                let request = event.request();
+                let Some(&Open { index, group }) = self.open.get(&request) else {
+                    others.push_back(event);
+                    continue;
+                };
+                let ends_group = matches!(event, Event::GroupFinished { .. });
+                if ends_group || (!group && matches!(event, Event::Finished { .. })) {
+                    self.open.remove(&request);
+                }
+                if let Event::Finished {
+                    index: completion,
+                    result,
+                    ..
+                } = event
+                {
+                    self.ready.push_back(Finished {
+                        index,
+                        completion,
+                        result,
+                    });
                 }
             }
             self.engine.backlog = others;

@@ -30,7 +30,7 @@ use sha2::{Digest, Sha256};
 
 use crate::Error;
 use crate::adapters::{PolicyUpdate, base_policy};
-use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
+use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Sampling, Step};
 
 /// A runner whose next token is a hash of the sequence so far. See the [module](self).
 #[derive(Debug)]
@@ -126,6 +126,26 @@ impl FakeRunner {
         stop_token_ids: &[u32],
         vocab_size: usize,
     ) -> Vec<u32> {
+        let greedy = Sampling::GREEDY;
+        Self::expected_sampled(
+            policy,
+            &greedy,
+            prompt,
+            max_new_tokens,
+            stop_token_ids,
+            vocab_size,
+        )
+    }
+
+    /// As [`FakeRunner::expected_under`]; at temperatures above 0 tokens depend on seed and completion of `sampling` too.
+    pub fn expected_sampled(
+        policy: u64,
+        sampling: &Sampling,
+        prompt: &[u32],
+        max_new_tokens: usize,
+        stop_token_ids: &[u32],
+        vocab_size: usize,
+    ) -> Vec<u32> {
         let mut hash = SEED;
         let mut fed = 0;
         let mut completion = Vec::new();
@@ -140,7 +160,7 @@ impl FakeRunner {
                 );
             }
             fed = prompt.len() + completion.len();
-            let token = token_of(hash, vocab_size);
+            let token = token_of(hash ^ stream(sampling, completion.len() as u32), vocab_size);
             completion.push(token);
             if stop_token_ids.contains(&token) {
                 break;
@@ -213,12 +233,19 @@ impl FakeRunner {
         Ok(page as usize * self.shape.page_size + position % self.shape.page_size)
     }
 
-    fn sample(&mut self, rows: &[i32], slot: Slot, len: usize) -> Result<SampledToken, Error> {
+    fn sample(
+        &mut self,
+        rows: &[i32],
+        slot: Slot,
+        len: usize,
+        sampling: &Sampling,
+    ) -> Result<SampledToken, Error> {
         let mut hash = SEED;
         for position in 0..len {
             hash = fold(hash, self.cells[self.physical(rows, slot, position)?]);
         }
-        let token = token_of(hash, self.shape.vocab_size);
+        let index = sampling.new_token_index(len - 1);
+        let token = token_of(hash ^ stream(sampling, index), self.shape.vocab_size);
         self.last_tokens[slot.index()] = token;
         let logprob = if self.nan_token == Some(token) {
             f32::NAN
@@ -287,11 +314,13 @@ impl Runner for FakeRunner {
             self.cells[at] = cell(self.last_tokens[row.slot.index()], row.position) ^ salt;
         }
         let mut sampled = Vec::with_capacity(step.sampled_rows());
-        for chunk in step.prefill.iter().filter(|chunk| chunk.sample.is_some()) {
-            sampled.push(self.sample(&rows, chunk.slot, chunk.start + chunk.len)?);
+        for chunk in &step.prefill {
+            if let Some(sampling) = &chunk.sample {
+                sampled.push(self.sample(&rows, chunk.slot, chunk.start + chunk.len, sampling)?);
+            }
         }
         for row in &step.decode {
-            sampled.push(self.sample(&rows, row.slot, row.position + 1)?);
+            sampled.push(self.sample(&rows, row.slot, row.position + 1, &row.sampling)?);
         }
         Ok(sampled)
     }
@@ -348,6 +377,15 @@ fn cell(token: u32, position: usize) -> u64 {
 /// What a policy does to every content; nothing for policy 0. Only the upper bits, which tokens leave free.
 fn salt(policy: u64) -> u64 {
     policy.wrapping_mul(0x9e37_79b9_0000_0000) & (0xffff << 48)
+}
+
+/// What the random numbers of a sequence do to its token number `index`; nothing at temperature 0.
+fn stream(sampling: &Sampling, index: u32) -> u64 {
+    if sampling.temperature == 0.0 {
+        return 0;
+    }
+    let counter = (u64::from(sampling.completion) << 32) | u64::from(index);
+    fold(fold(SEED, sampling.seed), counter)
 }
 
 /// One round of the SplitMix64 finaliser over a running hash.

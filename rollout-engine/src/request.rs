@@ -21,7 +21,7 @@ pub struct Request {
     pub prompt: Prompt,
     /// How to continue it.
     pub sampling: SamplingParams,
-    /// Number of completions, at least 1. Default: 1.
+    /// Completions of the prompt, at least 1. Default: 1. More than one share the prompt's pages and are numbered from 0.
     pub n: usize,
 }
 
@@ -95,6 +95,13 @@ impl Request {
         }
     }
 
+    /// Sets the number of completions. More than one come from [`Engine::generate_groups`](crate::Engine::generate_groups).
+    #[must_use]
+    pub fn n(mut self, n: usize) -> Self {
+        self.n = n;
+        self
+    }
+
     /// Replaces all sampling parameters.
     #[must_use]
     pub fn sampling(mut self, sampling: SamplingParams) -> Self {
@@ -120,13 +127,6 @@ impl Request {
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.sampling.seed = Some(seed);
-        self
-    }
-
-    /// Sets the number of completions.
-    #[must_use]
-    pub fn n(mut self, n: usize) -> Self {
-        self.n = n;
         self
     }
 }

@@ -1,11 +1,15 @@
 //! Continuous batching: which tokens of which sequences go into the next step.
 //!
 //! Invariants:
-//! * A sequence with a slot owns pages for every position submitted so far, and for no other sequence's.
+//! * A sequence with a slot owns pages for every position submitted so far. A page that it writes is its own; full pages
+//!   may be shared with sequences that have the same tokens up to there.
 //! * Older requests go first. When pages run out the newest running sequence gives its pages back and waits; it
 //!   resumes from its prompt and the tokens it already has, so its completion is the same as if undisturbed.
 //! * Every step makes progress: a request is admitted only if it fits the empty pool, and its length is capped at the
 //!   pool's, so the oldest one can always go on.
+//!
+//! A sequence is one completion; a request may ask for several. They share the pages of their prompt, and a prefix index can
+//! keep pages for later requests: see [`Scheduler::submit_group`] and [`Scheduler::set_prefix_cache`].
 //!
 //! What may surprise: a request that reaches the size of the whole page pool ends there with finish reason
 //! `length`, as at the maximum sequence length. And a waiting request whose pages are not free may be overtaken
@@ -18,25 +22,32 @@
 //!      └──────────── preempt: no page free, and no older sequence to make way for ┘
 //! ```
 
+mod group;
 mod plan;
 mod sequence;
+mod sharing;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
+use group::{Group, siblings};
 use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{PageCopy, PageTable, PageTableConfig, Slot};
 use qwen3_model::MergeMode;
 use qwen3_model::sampling::Philox;
-use sequence::Sequence;
+use sequence::{Sequence, SequenceId};
 
 use crate::Error;
 use crate::adapters::PolicyUpdate;
 use crate::completion::{Event, RequestId, TokenCompletion};
+use crate::prefix_index::PrefixIndex;
 use crate::request::SamplingParams;
 use crate::runner::{Runner, RunnerShape, SampledToken};
 use crate::statistics::Statistics;
 use crate::text::{StopText, TextPipeline};
+
+/// Most completions of one request: beyond this it is a mistake.
+const MAX_GROUP: usize = 1 << 16;
 
 /// Drives a [`Runner`] for any number of requests, in token ids. [`Engine`](crate::Engine) adds text.
 pub struct Scheduler<R> {
@@ -48,12 +59,16 @@ pub struct Scheduler<R> {
     text: Option<Arc<TextPipeline>>,
     /// From which requests without a seed get theirs.
     seed: u64,
-    /// Requests without a slot, oldest first.
-    waiting: BTreeMap<RequestId, Sequence>,
-    /// Requests with a slot, oldest first.
-    running: BTreeMap<RequestId, Sequence>,
+    /// Sequences without a slot, oldest first.
+    waiting: BTreeMap<SequenceId, Sequence>,
+    /// Sequences with a slot, oldest first.
+    running: BTreeMap<SequenceId, Sequence>,
+    /// Unfinished requests with more than one completion.
+    groups: BTreeMap<RequestId, Group>,
+    /// Pages kept for later requests, if they are.
+    prefix_index: Option<PrefixIndex>,
     /// Owners of the sampled rows of each submitted step, oldest step first.
-    in_flight: VecDeque<Vec<RequestId>>,
+    in_flight: VecDeque<Vec<SequenceId>>,
     /// Copies that reservations asked for and no step has carried yet.
     copies: Vec<(Slot, PageCopy)>,
     /// See [`Scheduler::set_mixed_prefill_tokens`].
@@ -99,6 +114,8 @@ impl<R: Runner> Scheduler<R> {
             seed: 0,
             waiting: BTreeMap::new(),
             running: BTreeMap::new(),
+            groups: BTreeMap::new(),
+            prefix_index: None,
             in_flight: VecDeque::new(),
             copies: Vec::new(),
             next_id: 0,
@@ -137,7 +154,29 @@ impl<R: Runner> Scheduler<R> {
     /// The request could never be completed as asked: empty prompt, an id outside the vocabulary, no room for one
     /// new token, a parameter that is not supported. Nothing has changed then.
     pub fn submit(&mut self, prompt: Vec<u32>, sampling: &SamplingParams) -> Result<RequestId, Error> {
+        self.submit_group(prompt, sampling, 1)
+    }
+
+    /// Accepts a request for `n` completions of one prompt. The prompt is computed once; its completions share its full
+    /// pages, and each copies the page in which the prompt ends. Every completion ends with an event of its own, then follows
+    /// [`Event::GroupFinished`] if `n` is not 1.
+    ///
+    /// # Errors
+    /// As for [`Scheduler::submit`], and [`Error::InvalidParameter`] for an `n` of 0 or beyond 65,536.
+    pub fn submit_group(
+        &mut self,
+        prompt: Vec<u32>,
+        sampling: &SamplingParams,
+        n: usize,
+    ) -> Result<RequestId, Error> {
         self.check(&prompt, sampling)?;
+        if !(1..=MAX_GROUP).contains(&n) {
+            return Err(Error::InvalidParameter {
+                parameter: "n",
+                value: n.to_string(),
+                advice: "use 1 to 65536",
+            });
+        }
         let id = RequestId(self.next_id);
         self.next_id += 1;
         let max_tokens = self
@@ -147,17 +186,23 @@ impl<R: Runner> Scheduler<R> {
         if !sampling.ignore_eos {
             stop_token_ids.extend_from_slice(&self.eos_token_ids);
         }
-        let row = sampling.for_row(Philox::seed_of_request(self.seed, id.0), 0, prompt.len());
-        let stop_text = match (&self.text, sampling.stop.as_slice()) {
-            (_, []) | (None, _) => None,
-            (Some(text), stop) => Some(StopText::new(
-                text.clone(),
-                stop.to_vec(),
-                sampling.include_stop_str_in_output,
-            )),
-        };
-        let sequence = Sequence::new(prompt, max_tokens, row, stop_token_ids, stop_text);
-        self.waiting.insert(id, sequence);
+        if n > 1 {
+            self.groups.insert(id, Group::new(prompt.len(), n));
+        }
+        let seed = Philox::seed_of_request(self.seed, id.0);
+        for index in 0..n {
+            let row = sampling.for_row(seed, index, prompt.len());
+            let stop_text = match (&self.text, sampling.stop.as_slice()) {
+                (_, []) | (None, _) => None,
+                (Some(text), stop) => Some(StopText::new(
+                    text.clone(),
+                    stop.to_vec(),
+                    sampling.include_stop_str_in_output,
+                )),
+            };
+            let sequence = Sequence::new(prompt.clone(), max_tokens, row, stop_token_ids.clone(), stop_text);
+            self.waiting.insert(SequenceId { request: id, index }, sequence);
+        }
         Ok(id)
     }
 
@@ -244,8 +289,8 @@ impl<R: Runner> Scheduler<R> {
                 reason: format!("{} sampled tokens for {} rows", outputs.len(), owners.len()),
             });
         }
-        for (request, output) in owners.into_iter().zip(outputs) {
-            self.take_token(request, output, events)?;
+        for (id, output) in owners.into_iter().zip(outputs) {
+            self.take_token(id, output, events)?;
         }
         Ok(true)
     }
@@ -277,14 +322,15 @@ impl<R: Runner> Scheduler<R> {
         let mut update = self.runner.set_adapters(active, mode)?;
         self.policy = update.version;
         self.statistics.policy_changes += 1;
+        self.forget_shared()?;
         update.continued_requests = self.waiting.values().filter(|s| s.has_new_tokens()).count();
         let running: Vec<_> = self.running.keys().copied().collect();
-        for request in running {
+        for id in running {
             update.continued_requests += 1;
             // The page table knows every slot of a running sequence: release does not fail.
-            if let Some(mut sequence) = self.release(request)? {
+            if let Some(mut sequence) = self.release(id)? {
                 sequence.restart();
-                self.waiting.insert(request, sequence);
+                self.waiting.insert(id, sequence);
             }
         }
         tracing::debug!(version = %update.version, continued = update.continued_requests, "policy changed");
@@ -299,56 +345,72 @@ impl<R: Runner> Scheduler<R> {
     /// Appends one sampled token to its sequence, and ends the sequence if that was its last.
     fn take_token(
         &mut self,
-        request: RequestId,
+        id: SequenceId,
         token: SampledToken,
         events: &mut Vec<Event<TokenCompletion>>,
     ) -> Result<(), Error> {
-        let Some(sequence) = self.running.get_mut(&request) else {
+        let Some(sequence) = self.running.get_mut(&id) else {
             // The sequence ended or was cancelled while this row was already under way.
             self.statistics.wasted_rows += 1;
             return Ok(());
         };
+        let SequenceId { request, index } = id;
         if token.logprob.is_nan() || token.sampled_logprob.is_nan() {
             let new_token = sequence.token_ids.len() - sequence.prompt_len;
-            self.release(request)?;
-            events.push(Event::Finished {
-                request,
-                result: Err(Error::NonFiniteLogits { new_token }),
-            });
-            return Ok(());
+            self.release(id)?;
+            return self.finish(id, Err(Error::NonFiniteLogits { new_token }), events);
         }
         let pushed = sequence.push(token.clone(), self.policy);
         self.statistics.new_tokens += 1;
-        events.push(Event::Token { request, token });
+        events.push(Event::Token {
+            request,
+            index,
+            token,
+        });
         if let Err(error) = pushed {
-            self.release(request)?;
-            events.push(Event::Finished {
-                request,
-                result: Err(error),
-            });
-            return Ok(());
+            self.release(id)?;
+            return self.finish(id, Err(error), events);
         }
-        let Some(sequence) = self.running.get(&request) else {
-            return Ok(());
-        };
-        if let Some(reason) = sequence.finish_reason()
-            && let Some(sequence) = self.release(request)?
-        {
-            self.statistics.finished_requests += 1;
-            events.push(Event::Finished {
-                request,
-                result: Ok(sequence.into_completion(reason)),
-            });
+        if let Some(reason) = self.running.get(&id).and_then(Sequence::finish_reason) {
+            self.enter_prefix(id)?;
+            if let Some(sequence) = self.release(id)? {
+                self.statistics.finished_completions += 1;
+                self.finish(id, Ok(sequence.into_completion(index, reason)), events)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reports the end of a sequence, and of its group if it was the last.
+    fn finish(
+        &mut self,
+        id: SequenceId,
+        result: Result<TokenCompletion, Error>,
+        events: &mut Vec<Event<TokenCompletion>>,
+    ) -> Result<(), Error> {
+        let SequenceId { request, index } = id;
+        events.push(Event::Finished {
+            request,
+            index,
+            result,
+        });
+        if self.leave_group(id)? {
+            events.push(Event::GroupFinished { request });
         }
         Ok(())
     }
 
     /// Takes a running sequence out and frees its slot and pages at once. Rows of it that are under way write
     /// before any step of the pages' next owner.
-    fn release(&mut self, request: RequestId) -> Result<Option<Sequence>, Error> {
-        let Some(mut sequence) = self.running.remove(&request) else {
+    fn release(&mut self, id: SequenceId) -> Result<Option<Sequence>, Error> {
+        let Some(mut sequence) = self.running.remove(&id) else {
             return Ok(None);
         };
+        if let Some(group) = self.groups.get_mut(&id.request)
+            && group.leader == Some(id)
+        {
+            group.leader = None;
+        }
         if let Some(slot) = sequence.slot.take() {
             self.copies.retain(|(owner, _)| *owner != slot);
             self.pages.erase(slot)?;
@@ -356,21 +418,35 @@ impl<R: Runner> Scheduler<R> {
         Ok(Some(sequence))
     }
 
-    /// Ends a request without a completion; its slot and pages are free at once. No event follows for it. False
-    /// if it is not unfinished.
+    /// Ends a request, with all its completions that are unfinished; their slots and pages are free at once. No event
+    /// follows for it. False if it is not unfinished.
     pub fn cancel(&mut self, request: RequestId) -> bool {
-        self.waiting.remove(&request).is_some() || matches!(self.release(request), Ok(Some(_)))
+        let of_request = |sequences: &BTreeMap<SequenceId, Sequence>| -> Vec<SequenceId> {
+            sequences.range(siblings(request)).map(|(&id, _)| id).collect()
+        };
+        let (waiting, running) = (of_request(&self.waiting), of_request(&self.running));
+        for id in &waiting {
+            self.waiting.remove(id);
+        }
+        for &id in &running {
+            // The page table knows every slot of a running sequence: neither fails.
+            let _ = self.release(id);
+        }
+        let _ = self.drop_group(request);
+        !waiting.is_empty() || !running.is_empty()
     }
 
-    /// Ends all unfinished requests without completions.
+    /// Ends all unfinished requests without completions, and forgets the pages kept for later ones.
     pub fn abort_all(&mut self) {
         self.runner.reset();
         self.in_flight.clear();
         self.copies.clear();
         self.waiting.clear();
+        // What the page table does not know is free already.
+        let _ = self.forget_shared();
+        self.groups.clear();
         for (_, sequence) in std::mem::take(&mut self.running) {
             if let Some(slot) = sequence.slot {
-                // A slot that the table does not know is free already.
                 let _ = self.pages.erase(slot);
             }
         }
@@ -381,12 +457,12 @@ impl<R: Runner> Scheduler<R> {
         !self.waiting.is_empty() || !self.running.is_empty()
     }
 
-    /// Number of requests without a slot.
+    /// Completions under way without a slot.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Number of requests with a slot.
+    /// Completions under way with a slot.
     pub fn running(&self) -> usize {
         self.running.len()
     }

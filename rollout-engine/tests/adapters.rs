@@ -315,7 +315,7 @@ fn a_change_under_way_is_taken_at_a_step_boundary_and_marked() {
             for event in events {
                 match event {
                     Event::Token { request, .. } if request == id => *tokens += 1,
-                    Event::Finished { request, result } if request == id => {
+                    Event::Finished { request, result, .. } if request == id => {
                         finished = Some(result.expect("completes"));
                     }
                     _ => {}

@@ -40,7 +40,7 @@ fn finish<R: Runner>(scheduler: &mut Scheduler<R>) -> Vec<(RequestId, Result<Tok
         scheduler.step(&mut events).expect("steps");
     }
     let finished = events.into_iter().filter_map(|event| match event {
-        Event::Finished { request, result } => Some((request, result)),
+        Event::Finished { request, result, .. } => Some((request, result)),
         _ => None,
     });
     finished.collect()
@@ -211,8 +211,10 @@ fn preemption_exactly_at_a_page_boundary_repeats_and_loses_nothing() {
             let mut streamed = std::collections::HashMap::<RequestId, Vec<u32>>::new();
             for event in events {
                 match event {
-                    Event::Token { request, token } => streamed.entry(request).or_default().push(token.token),
-                    Event::Finished { request, result } => {
+                    Event::Token { request, token, .. } => {
+                        streamed.entry(request).or_default().push(token.token)
+                    }
+                    Event::Finished { request, result, .. } => {
                         let completion = result.expect("completes");
                         assert_as_alone(
                             &completion,

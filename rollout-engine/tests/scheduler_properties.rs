@@ -170,11 +170,11 @@ fn check_events(
     let mut finished = std::collections::HashMap::new();
     for event in events {
         match event {
-            Event::Token { request, token } => {
+            Event::Token { request, token, .. } => {
                 assert!(!finished.contains_key(&request), "a token after the end");
                 streamed.entry(request).or_default().push(token.token);
             }
-            Event::Finished { request, result } => {
+            Event::Finished { request, result, .. } => {
                 let completion = result.expect("no request fails");
                 assert!(finished.insert(request, completion).is_none(), "finished twice");
             }

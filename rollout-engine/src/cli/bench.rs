@@ -450,7 +450,7 @@ fn measure<R: Runner>(
                     Event::Token { request, .. } if prefill_ms.is_none() => {
                         started.insert(request);
                     }
-                    Event::Finished { request, result } => completions.push((request, result?)),
+                    Event::Finished { request, result, .. } => completions.push((request, result?)),
                     _ => {}
                 }
             }

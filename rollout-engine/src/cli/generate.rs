@@ -142,7 +142,7 @@ impl Run<'_> {
     ) -> Result<(), CliError> {
         while engine.has_unfinished() && !interrupt::requested() {
             for event in engine.step()? {
-                let Event::Finished { request, result } = event else {
+                let Event::Finished { request, result, .. } = event else {
                     continue;
                 };
                 let Some(&index) = open.get(&request) else {

@@ -78,7 +78,7 @@ impl Output {
             Self::Json { target, path } => {
                 let line = Line {
                     id: &job.id,
-                    index: 0,
+                    index: completion.index,
                     prompt_token_ids: &completion.prompt_token_ids,
                     token_ids: &completion.token_ids,
                     text: &completion.text,

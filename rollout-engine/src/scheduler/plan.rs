@@ -3,9 +3,9 @@
 use std::ops::Bound;
 
 use super::Scheduler;
-use super::sequence::Sequence;
+use super::group::Start;
+use super::sequence::{Sequence, SequenceId};
 use crate::Error;
-use crate::completion::RequestId;
 use crate::runner::{DecodeRow, PrefillChunk, Runner, Step};
 
 /// So many later requests may be admitted past one that waits for pages; then it is served first.
@@ -55,7 +55,7 @@ impl<R: Runner> Scheduler<R> {
     /// newest sequence where there is none, but only when nothing is in flight: results may free pages, and the
     /// tokens of the preempted sequence must be known to resume from.
     fn reserve_for_decode(&mut self) -> Result<DecodePlan, Error> {
-        let mut after: Option<RequestId> = None;
+        let mut after: Option<SequenceId> = None;
         loop {
             // Looked up anew each time because preemption takes sequences out.
             let from = after.map_or(Bound::Unbounded, Bound::Excluded);
@@ -67,7 +67,14 @@ impl<R: Runner> Scheduler<R> {
             let Some((id, slot, len)) = next else {
                 return Ok(DecodePlan::Ready);
             };
-            while !self.pages.can_reserve(slot, len) {
+            loop {
+                let missing = self
+                    .pages
+                    .pages_needed(slot, len)?
+                    .saturating_sub(self.pages.free_pages());
+                if missing == 0 || self.reclaim(missing)? {
+                    break;
+                }
                 if !self.in_flight.is_empty() {
                     return Ok(DecodePlan::Wait);
                 }
@@ -86,24 +93,26 @@ impl<R: Runner> Scheduler<R> {
         }
     }
 
-    fn reserve(&mut self, slot: paged_kv::Slot, len: usize) -> Result<(), Error> {
+    pub(super) fn reserve(&mut self, slot: paged_kv::Slot, len: usize) -> Result<(), Error> {
         let reservation = self.pages.reserve(slot, len)?;
+        self.statistics.copied_pages += u64::from(reservation.copy.is_some());
         self.copies.extend(reservation.copy.map(|copy| (slot, copy)));
         Ok(())
     }
 
-    fn preempt(&mut self, request: RequestId) -> Result<(), Error> {
-        if let Some(mut sequence) = self.release(request)? {
-            tracing::debug!(%request, tokens = sequence.token_ids.len(), "preempted");
+    fn preempt(&mut self, id: SequenceId) -> Result<(), Error> {
+        if let Some(mut sequence) = self.release(id)? {
+            let tokens = sequence.token_ids.len();
+            tracing::debug!(request = %id.request, index = id.index, tokens, "preempted");
             self.statistics.preemptions += 1;
             sequence.restart();
-            self.waiting.insert(request, sequence);
+            self.waiting.insert(id, sequence);
         }
         Ok(())
     }
 
     /// Adds a row for every running sequence that can decode, whose page is reserved. Gives their owners.
-    fn plan_decode(&mut self, step: &mut Step) -> Result<Vec<RequestId>, Error> {
+    fn plan_decode(&mut self, step: &mut Step) -> Result<Vec<SequenceId>, Error> {
         let mut owners = Vec::new();
         for (&id, sequence) in &mut self.running {
             let Some(slot) = sequence.slot else { continue };
@@ -135,42 +144,43 @@ impl<R: Runner> Scheduler<R> {
         }
     }
 
-    /// Adds chunks of known tokens up to the budget: first of sequences that are under way, then of new ones.
-    fn plan_prefill(&mut self, step: &mut Step, owners: &mut Vec<RequestId>) -> Result<(), Error> {
+    /// Adds chunks of known tokens up to the budget: first of sequences that are under way, then of new ones. A leader
+    /// whose siblings can fork goes on when they had their chance.
+    fn plan_prefill(&mut self, step: &mut Step, owners: &mut Vec<SequenceId>) -> Result<(), Error> {
         let mut budget = self.prefill_budget(step.decode.len());
+        let ready = self.ready_leaders();
         let under_way: Vec<_> = self
             .running
             .iter()
-            .filter(|(_, sequence)| sequence.prefilling)
+            .filter(|(id, sequence)| sequence.prefilling && !ready.contains(id))
             .map(|(&id, _)| id)
             .collect();
         for id in under_way {
             self.add_chunk(id, step, owners, &mut budget)?;
         }
         while budget > 0 && self.pages.free_slots() > 0 {
-            let Some(id) = self.next_to_admit() else { break };
-            let Some(mut sequence) = self.waiting.remove(&id) else {
+            let Some((id, start)) = self.next_to_admit(&ready)? else {
                 break;
             };
-            if sequence.preempted {
-                self.statistics.resumed_tokens += sequence.token_ids.len() as u64;
-            }
-            let slot = self.pages.allocate_slot()?;
-            sequence.slot = Some(slot);
-            let tokens = sequence.token_ids.len();
-            step.slot_tokens.extend(sequence.slot_tokens());
-            self.running.insert(id, sequence);
-            self.reserve(slot, tokens)?;
+            self.admit(id, start)?;
+            step.slot_tokens
+                .extend(self.running.get(&id).and_then(Sequence::slot_tokens));
             self.add_chunk(id, step, owners, &mut budget)?;
+        }
+        for leader in ready {
+            if budget > 0 {
+                self.end_leading(leader)?;
+                self.add_chunk(leader, step, owners, &mut budget)?;
+            }
         }
         Ok(())
     }
 
     fn add_chunk(
         &mut self,
-        id: RequestId,
+        id: SequenceId,
         step: &mut Step,
-        owners: &mut Vec<RequestId>,
+        owners: &mut Vec<SequenceId>,
         budget: &mut usize,
     ) -> Result<(), Error> {
         let Some(sequence) = self.running.get_mut(&id) else {
@@ -179,14 +189,19 @@ impl<R: Runner> Scheduler<R> {
         let (Some(slot), start) = (sequence.slot, sequence.computed) else {
             return Ok(());
         };
-        let rest = &sequence.token_ids[start..];
+        let group = self.groups.get(&id.request);
+        let end = match group.filter(|group| group.leader == Some(id)) {
+            Some(group) => group.shared_len,
+            None => sequence.token_ids.len(),
+        };
+        let rest = &sequence.token_ids[start..end];
         let len = rest.len().min(*budget);
         if len == 0 {
             return Ok(());
         }
         self.pages.advance(slot, len)?;
         step.token_ids.extend_from_slice(&rest[..len]);
-        let last = len == rest.len();
+        let last = start + len == sequence.token_ids.len();
         step.prefill.push(PrefillChunk {
             slot,
             start,
@@ -199,21 +214,37 @@ impl<R: Runner> Scheduler<R> {
             sequence.prefilling = false;
             sequence.in_flight += 1;
             owners.push(id);
+            self.enter_prefix(id)?;
         }
         Ok(())
     }
 
-    /// The oldest waiting request whose pages are free, unless one before it has been overtaken often enough.
-    fn next_to_admit(&mut self) -> Option<RequestId> {
+    /// The oldest waiting sequence whose pages are free, and what it takes over, unless one before it has been overtaken
+    /// often enough. Slots are left for siblings that wait for their leader.
+    fn next_to_admit(&mut self, ready: &[SequenceId]) -> Result<Option<(SequenceId, Start)>, Error> {
         let headroom = self.headroom();
-        let mut blocked = Vec::new();
-        let mut found = None;
-        for (&id, sequence) in self.waiting.iter().take(MAX_LOOKED_AT) {
-            if self.fits(sequence, headroom) {
-                found = Some(id);
+        let mut slots = self.pages.free_slots();
+        let mut candidates = Vec::new();
+        for &id in self.waiting.keys() {
+            if slots == 0 || candidates.len() == MAX_LOOKED_AT {
                 break;
             }
-            if sequence.overtaken >= MAX_OVERTAKES {
+            if self.held_back(id, ready) {
+                slots -= 1;
+            } else {
+                candidates.push(id);
+            }
+        }
+        let mut blocked = Vec::new();
+        let mut found = None;
+        for id in candidates {
+            let start = self.start_of(id);
+            if self.make_room(id, &start, headroom)? {
+                found = Some((id, start));
+                break;
+            }
+            let overtaken = self.waiting.get(&id).map_or(0, |sequence| sequence.overtaken);
+            if overtaken >= MAX_OVERTAKES {
                 break;
             }
             blocked.push(id);
@@ -225,7 +256,7 @@ impl<R: Runner> Scheduler<R> {
                 }
             }
         }
-        found
+        Ok(found)
     }
 
     /// Pages that running sequences will need soon: one each, unless they own all they can use. Keeping these free
@@ -244,17 +275,5 @@ impl<R: Runner> Scheduler<R> {
             .and_then(|slot| self.pages.capacity(slot).ok())
             .unwrap_or(0);
         owned < sequence.pages_at_end(self.shape.page_size) * self.shape.page_size
-    }
-
-    fn fits(&self, sequence: &Sequence, headroom: usize) -> bool {
-        let page_size = self.shape.page_size;
-        let needed = sequence.token_ids.len().div_ceil(page_size);
-        let own_growth = usize::from(needed < sequence.pages_at_end(page_size));
-        let spare = if self.running.is_empty() {
-            0
-        } else {
-            headroom + own_growth
-        };
-        needed + spare <= self.pages.free_pages()
     }
 }

@@ -5,9 +5,17 @@ use paged_kv::Slot;
 
 use crate::Error;
 use crate::adapters::PolicySpan;
-use crate::completion::{FinishReason, StopReason, TokenCompletion};
+use crate::completion::{FinishReason, RequestId, StopReason, TokenCompletion};
 use crate::runner::{SampledToken, Sampling, SlotTokens, TokenLogprob, TokenState};
 use crate::text::StopText;
+
+/// One completion of one request. In order of submission, then of siblings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct SequenceId {
+    pub(super) request: RequestId,
+    /// Number of the completion among those of its request.
+    pub(super) index: usize,
+}
 
 /// ```text
 ///   token_ids:   prompt            | new tokens known        | sampled, not collected
@@ -152,13 +160,19 @@ impl Sequence {
         self.preempted = true;
     }
 
-    pub(super) fn into_completion(mut self, finish_reason: FinishReason) -> TokenCompletion {
+    /// The tokens that are known and whose keys and values steps have written or will have, in order.
+    pub(super) fn computed_tokens(&self) -> &[u32] {
+        &self.token_ids[..self.computed.min(self.token_ids.len())]
+    }
+
+    pub(super) fn into_completion(mut self, index: usize, finish_reason: FinishReason) -> TokenCompletion {
         let token_ids = self.token_ids.split_off(self.prompt_len);
         let (stop_reason, text) = match self.stopped {
             Some((reason, text)) => (Some(reason), text),
             None => (None, None),
         };
         TokenCompletion {
+            index,
             prompt_token_ids: self.token_ids,
             token_ids,
             text,
