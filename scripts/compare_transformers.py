@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares log-probabilities of the CUDA backend with transformers on the same GPU.
+"""Compares log-probabilities with transformers: of the CUDA backend on the same GPU, or on the CPU.
 
 A Qwen3 model with random weights of a published shape is written as a Hugging Face folder. Two
 sets of tokens are then scored by transformers in float32 (the reference) and in bfloat16, teacher
@@ -8,10 +8,15 @@ forced, and by this project:
   fixed     random token sequences, scored by the prefill path      (--hook, a test binary)
   decoded   greedy completions, scored while decoding with graphs   (--rollout, the command)
 
+With --tiny the bundled model is compared on the CPU instead: completions sampled at temperature 1,
+four of each prompt of --tiny-prompts, scored by transformers afterwards as a trainer would.
+
 The claim that is checked: mean |log-prob - float32| of this project is no larger than that of
 transformers in bfloat16. Exit status 1 if it is.
 
-Needs torch with CUDA, transformers and safetensors. Example:
+Needs torch (with CUDA, except for --tiny), transformers and safetensors. Examples:
+
+  python3 scripts/compare_transformers.py --tiny --rollout target/release/rollout
 
   python3 scripts/compare_transformers.py --shape 0.6b --rollout target/release/rollout \
       --hook target/release/deps/gpu_compare-0123456789abcdef
@@ -62,20 +67,24 @@ def write_model(shape: str, folder: pathlib.Path, seed: int) -> None:
 
 
 @torch.no_grad()
-def score(folder: pathlib.Path, dtype: torch.dtype, sequences: list[dict]) -> list[torch.Tensor]:
+def score(
+    folder: pathlib.Path, dtype: torch.dtype, sequences: list[dict], device: str = "cuda"
+) -> list[torch.Tensor]:
     """Log-probability of every token after the prompt, teacher forced, from float32 logits."""
     # The reference spells attention out: a fused kernel may round float32 on the way.
     attention = "eager" if dtype == torch.float32 else "sdpa"
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).cuda().eval()
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    model = model.to(device).eval()
     out = []
     for sequence in sequences:
-        ids = torch.tensor([sequence["prompt"] + sequence["completion"]], device="cuda")
+        ids = torch.tensor([sequence["prompt"] + sequence["completion"]], device=device)
         first = len(sequence["prompt"]) - 1
         logits = model(ids).logits[0, first:-1].float()
         chosen = ids[0, first + 1 :].unsqueeze(1)
         out.append(torch.log_softmax(logits, -1).gather(1, chosen).squeeze(1).double().cpu())
     del model
-    torch.cuda.empty_cache()
+    if device == "cuda":
+        torch.cuda.empty_cache()
     return out
 
 
@@ -90,16 +99,41 @@ def report(name: str, values: list[torch.Tensor], reference: list[torch.Tensor])
     return mean
 
 
-def compare(title: str, folder: pathlib.Path, sequences: list[dict]) -> bool:
-    reference = score(folder, torch.float32, sequences)
-    theirs = score(folder, torch.bfloat16, sequences)
+def compare(title: str, folder: pathlib.Path, sequences: list[dict], device: str = "cuda") -> bool:
+    reference = score(folder, torch.float32, sequences, device)
+    theirs = score(folder, torch.bfloat16, sequences, device)
     ours = [torch.tensor(sequence["logprobs"], dtype=torch.float64) for sequence in sequences]
     print(f"{title}, against transformers float32:")
     theirs_mean = report("transformers bfloat16", theirs, reference)
     ours_mean = report("this project", ours, reference)
+    report("this - theirs bfloat16", ours, theirs)
     good = ours_mean <= theirs_mean
     print(f"  {'ok' if good else 'WORSE'}: ratio {ours_mean / theirs_mean:.3f}")
     return good
+
+
+def tiny(options: argparse.Namespace) -> bool:
+    """Sampled completions of the bundled model on the CPU."""
+    root = pathlib.Path(__file__).resolve().parent.parent
+    golden = json.loads((root / "fixtures" / "golden" / "greedy-base.json").read_text())
+    options.work.mkdir(parents=True, exist_ok=True)
+    source, target = options.work / "tiny-prompts.jsonl", options.work / "tiny-completions.jsonl"
+    prompts = [case["prompt_ids"] for case in golden[: options.tiny_prompts]]
+    source.write_text("".join(json.dumps(dict(prompt_token_ids=prompt)) + "\n" for prompt in prompts))
+    target.unlink(missing_ok=True)
+    folder = root / "rollout-engine" / "models" / "tiny-qwen3-math"
+    command = [
+        str(options.rollout), "generate", "--model", str(folder), "--device", "cpu", "--quiet",
+        "--prompts", str(source), "--output", str(target), "--max-new-tokens", str(options.new_tokens),
+        "--temperature", "1", "-n", "4", "--seed", str(options.seed),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    sequences = []
+    for line in target.read_text().splitlines():
+        row = json.loads(line)
+        sequences.append(dict(prompt=row["prompt_token_ids"], completion=row["token_ids"], logprobs=row["logprobs"]))
+    title = f"{len(sequences)} sampled completions of the bundled model on the CPU"
+    return compare(title, folder, sequences, "cpu")
 
 
 def main() -> int:
@@ -107,6 +141,8 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--hook", type=pathlib.Path, help="test binary gpu_compare of qwen3-model")
     parser.add_argument("--rollout", type=pathlib.Path, help="the rollout command")
+    parser.add_argument("--tiny", action="store_true", help="compare the bundled model on the CPU; needs --rollout")
+    parser.add_argument("--tiny-prompts", type=int, default=16, help="prompts for --tiny, four completions each")
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/compare-transformers"))
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -114,6 +150,10 @@ def main() -> int:
     options = parser.parse_args()
     if not options.hook and not options.rollout:
         parser.error("give --hook, --rollout or both")
+    if options.tiny:
+        if not options.rollout:
+            parser.error("--tiny needs --rollout")
+        return 0 if tiny(options) else 1
     # float32 means float32: no tf32 in the reference.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

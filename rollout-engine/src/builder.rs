@@ -34,6 +34,8 @@ pub(crate) struct RunnerSettings {
     pub(crate) eager: bool,
     /// On a GPU, where pristine copies of adapted weights live.
     pub(crate) pristine: PristineCopy,
+    /// Only runners whose results do not depend on the batch.
+    pub(crate) batch_invariant: bool,
 }
 
 /// An engine with what there is to say about how it was built.
@@ -157,6 +159,15 @@ impl EngineBuilder {
     #[must_use]
     pub fn pristine_copy(mut self, place: PristineCopy) -> Self {
         self.settings.pristine = place;
+        self
+    }
+
+    /// Whether the tokens and log-probabilities of a request must have the same bits whatever else is in the batch, however its
+    /// prompt is cut into chunks, and whether or not it is preempted. On a CPU they always do, at no cost. On a GPU matrix
+    /// products round differently from one bucket of batch sizes to the next: the engine is then refused. Default: false.
+    #[must_use]
+    pub fn batch_invariant(mut self, on: bool) -> Self {
+        self.settings.batch_invariant = on;
         self
     }
 

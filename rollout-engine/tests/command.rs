@@ -721,10 +721,7 @@ fn a_text_that_no_sequence_can_hold_is_refused_before_it_is_tokenized() {
         errors[1].contains("in.jsonl line 3: the prompt's text has 115"),
         "{errors:?}"
     );
-    assert!(
-        errors[2].contains("2 of 3 prompts have no completion"),
-        "{errors:?}"
-    );
+    assert!(errors[2].contains("2 of 3 completions are missing"), "{errors:?}");
 }
 
 /// Waits until the process `id` has taken over the signal that Ctrl-C sends.

@@ -91,7 +91,11 @@ fn finish(scheduler: &mut Scheduler<FakeRunner>, n: &HashMap<RequestId, usize>) 
 #[test]
 fn sixteen_completions_of_a_long_prompt_take_a_twelfth_of_the_pages() {
     let used_when_all_decode = |group: bool| {
-        let mut scheduler = scheduler(shape());
+        // All prompts in one step, so that none has grown when the last one starts.
+        let mut scheduler = scheduler(RunnerShape {
+            max_prefill_tokens: 16_000,
+            ..shape()
+        });
         if group {
             scheduler
                 .submit_group(prompt(1000, 1), &new_tokens(50), 16)

@@ -88,6 +88,10 @@ pub(super) struct GenerateArgs {
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
     pub(super) max_new_tokens: usize,
 
+    /// Completions of each prompt. They share its pages; their lines and texts come apart by `index`.
+    #[arg(short = 'n', long = "n", value_name = "N", default_value_t = 1, value_parser = positive)]
+    pub(super) n: usize,
+
     /// Most sequences generated at once, in sequences. Default: 64.
     #[arg(long, value_name = "N", value_parser = positive)]
     pub(super) max_batch_size: Option<usize>,
@@ -108,6 +112,15 @@ pub(super) struct GenerateArgs {
     /// Where to run: auto (a GPU if there is a usable one, else the CPU), cpu, or cuda:N.
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
     pub(super) device: DeviceChoice,
+
+    /// Keep pages of computed prompts and completions for later prompts that start with the same tokens.
+    #[arg(long)]
+    pub(super) prefix_cache: bool,
+
+    /// Refuse a device on which tokens and log-probabilities depend, in their last bits, on what else is in the batch: a
+    /// GPU. On a CPU they never do.
+    #[arg(long)]
+    pub(super) batch_invariant: bool,
 
     /// On a GPU, launch decode steps kernel by kernel instead of replaying CUDA graphs. The results are the same.
     #[arg(long)]

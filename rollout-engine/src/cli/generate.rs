@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::Metadata;
+use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
 
@@ -37,6 +38,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         .pool(args.pool())
         .capture_graphs(!args.no_capture_cudagraph)
         .pristine_copy(args.lora_pristine.unwrap_or_default())
+        .prefix_cache(args.prefix_cache)
+        .batch_invariant(args.batch_invariant)
         .seed(args.seed);
     for dir in &args.adapter {
         builder = builder.adapter(dir);
@@ -56,12 +59,14 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         policy.warnings.iter().for_each(|warning| report(warning));
         policy.remark().into_iter().for_each(report);
     }
-    let output = Output::open(args.output.as_deref(), jobs.len())?;
+    let total = jobs.iter().map(|job| job.request.n).sum();
+    let output = Output::open(args.output.as_deref(), total)?;
     let mut run = Run {
         jobs: &jobs,
         source: source_name(args),
         output,
-        progress: Progress::new(args.quiet, jobs.len()),
+        progress: Progress::new(args.quiet, total),
+        total,
         finished: 0,
         failed: 0,
     };
@@ -87,6 +92,8 @@ struct Run<'a> {
     source: String,
     output: Output,
     progress: Progress,
+    /// Completions asked for.
+    total: usize,
     finished: usize,
     failed: usize,
 }
@@ -100,21 +107,20 @@ impl Run<'_> {
         let written = self.output.finish();
         result?;
         written?;
-        let (finished, failed, jobs) = (self.finished, self.failed, self.jobs);
+        let (finished, failed, total) = (self.finished, self.failed, self.total);
         if !quiet {
             report(&closing_line(engine, finished, start.elapsed().as_secs_f64()));
         }
-        if interrupt::requested() && finished + failed < jobs.len() {
+        if interrupt::requested() && finished + failed < total {
             return Err(CliError::Interrupted {
                 finished,
-                requests: jobs.len(),
+                requests: total,
             });
         }
         match failed {
             0 => Ok(()),
             _ => Err(CliError::Failed(format!(
-                "{failed} of {} prompts have no completion",
-                jobs.len()
+                "{failed} of {total} completions are missing"
             ))),
         }
     }
@@ -127,7 +133,7 @@ impl Run<'_> {
                 Ok(id) => {
                     open.insert(id, index);
                 }
-                Err(error) => self.fail(index, &error)?,
+                Err(error) => self.fail(index, 0..job.request.n, &error)?,
             }
         }
         interrupt::finish_steps();
@@ -142,20 +148,26 @@ impl Run<'_> {
     ) -> Result<(), CliError> {
         while engine.has_unfinished() && !interrupt::requested() {
             for event in engine.step()? {
-                let Event::Finished { request, result, .. } = event else {
+                let Event::Finished {
+                    request,
+                    index: completion,
+                    result,
+                } = event
+                else {
                     continue;
                 };
                 let Some(&index) = open.get(&request) else {
                     continue;
                 };
+                let place = self.place(index, completion);
                 match result {
                     Ok(completion) => {
                         self.finished += 1;
                         let (output, job) = (&mut self.output, &self.jobs[index]);
                         self.progress
-                            .suspend(|| output.completion(index, job, &completion))?;
+                            .suspend(|| output.completion(place, job, &completion))?;
                     }
-                    Err(error) => self.fail(index, &error)?,
+                    Err(error) => self.fail(index, completion..completion + 1, &error)?,
                 }
             }
             let tokens = engine.statistics().new_tokens;
@@ -165,15 +177,24 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Reports one prompt's error and goes on with the others.
-    fn fail(&mut self, index: usize, error: &Error) -> Result<(), CliError> {
-        self.failed += 1;
+    /// Where a completion of job number `index` stands among all completions.
+    fn place(&self, index: usize, completion: usize) -> usize {
+        // All jobs ask for the same number of completions.
+        index * self.jobs[index].request.n + completion
+    }
+
+    /// Reports why completions of one prompt are missing and goes on with the others.
+    fn fail(&mut self, index: usize, completions: Range<usize>, error: &Error) -> Result<(), CliError> {
+        self.failed += completions.len();
         let place = match self.jobs[index].line {
             Some(line) => format!("{} line {line}: ", self.source),
             None => String::new(),
         };
         self.progress.suspend(|| report(&format!("{place}{error}")));
-        self.output.failure(index)
+        for completion in completions {
+            self.output.failure(self.place(index, completion))?;
+        }
+        Ok(())
     }
 }
 

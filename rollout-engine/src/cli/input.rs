@@ -77,6 +77,7 @@ pub(super) fn jobs(args: &GenerateArgs, has_template: bool) -> Result<Vec<Job>, 
     };
     for job in &mut jobs {
         job.request.sampling.max_new_tokens = args.max_new_tokens;
+        job.request.n = args.n;
     }
     Ok(jobs)
 }

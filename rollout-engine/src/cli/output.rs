@@ -46,10 +46,10 @@ pub(super) enum Target {
 
 impl Output {
     /// Opens the output file (emptying it) or standard output.
-    pub(super) fn open(path: Option<&Path>, n_jobs: usize) -> Result<Self, CliError> {
+    pub(super) fn open(path: Option<&Path>, n_completions: usize) -> Result<Self, CliError> {
         match path {
             None => Ok(Self::Text {
-                waiting: vec![None; n_jobs],
+                waiting: vec![None; n_completions],
                 next: 0,
             }),
             Some(path) if path == Path::new("-") => Ok(Self::Json {
@@ -67,7 +67,7 @@ impl Output {
         }
     }
 
-    /// Takes the completion of job number `index`.
+    /// Takes the completion number `index` among all.
     pub(super) fn completion(
         &mut self,
         index: usize,
@@ -111,7 +111,7 @@ impl Output {
         }
     }
 
-    /// Job number `index` has no completion.
+    /// Completion number `index` among all will not come.
     pub(super) fn failure(&mut self, index: usize) -> Result<(), CliError> {
         match self {
             Self::Json { .. } => Ok(()),
