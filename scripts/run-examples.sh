@@ -6,5 +6,8 @@ cargo build --quiet --release -p examples --examples --features cuda
 for source in examples/examples/*.rs; do
   name=$(basename "$source" .rs)
   echo "--- $name"
-  cargo run --quiet --release -p examples --features cuda --example "$name"
+  # The short form of those that take a minute.
+  short=()
+  if grep -q -- '-- --short' "$source"; then short=(-- --short); fi
+  cargo run --quiet --release -p examples --features cuda --example "$name" "${short[@]}"
 done

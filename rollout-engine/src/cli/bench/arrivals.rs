@@ -137,10 +137,11 @@ fn serve<R: Runner>(
                         None => times.first_token.push(now - served.arrival_ms),
                     }
                 }
-                Event::Finished { request, result } => {
+                Event::Finished { request, result, .. } => {
                     result?;
                     requests.remove(&request);
                 }
+                Event::GroupFinished { .. } => {}
             }
         }
     }
