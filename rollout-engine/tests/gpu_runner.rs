@@ -90,7 +90,7 @@ fn run(
     while scheduler.has_unfinished() {
         scheduler.step(&mut events).unwrap();
         for event in events.drain(..) {
-            if let Event::Finished { request, result } = event {
+            if let Event::Finished { request, result, .. } = event {
                 done.insert(request, result.unwrap());
             }
         }
