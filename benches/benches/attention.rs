@@ -132,7 +132,10 @@ fn tolerance(dtype: KvDtype) -> f64 {
 }
 
 fn decode(c: &mut Criterion) {
-    let mut group = c.benchmark_group("decode 16 sequences");
+    if !benches::selected("attention/decode_16_sequences") {
+        return;
+    }
+    let mut group = c.benchmark_group("attention/decode_16_sequences");
     for (name, dtype, page_size, len) in [
         ("f32 page 16", KvDtype::F32, 16, 1024),
         ("f32 page 128", KvDtype::F32, 128, 1024),
@@ -189,7 +192,10 @@ fn lanes_sum(values: &[f32]) -> f32 {
 }
 
 fn prefill(c: &mut Criterion) {
-    let mut group = c.benchmark_group("prefill 4 prompts of 256");
+    if !benches::selected("attention/prefill_4_prompts_of_256") {
+        return;
+    }
+    let mut group = c.benchmark_group("attention/prefill_4_prompts_of_256");
     group.sample_size(20);
     for (name, dtype, block_q) in [
         ("f32 block 16", KvDtype::F32, 16),
@@ -221,7 +227,10 @@ fn prefill(c: &mut Criterion) {
 }
 
 fn logical_masks(c: &mut Criterion) {
-    let mut group = c.benchmark_group("mask of 8192 x 8192");
+    if !benches::selected("block_mask/8192_x_8192") {
+        return;
+    }
+    let mut group = c.benchmark_group("block_mask/8192_x_8192");
     group.sample_size(20);
     let shape = MaskShape::new(1, 1, 8192, 8192);
     let documents: Vec<i32> = (0..8192).map(|i| i / 1024).collect();

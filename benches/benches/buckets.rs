@@ -6,6 +6,9 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use cuda_graphs::BucketSet;
 
 fn buckets(c: &mut Criterion) {
+    if !benches::selected("buckets") {
+        return;
+    }
     let sets: Vec<BucketSet> = [1, 64, 256, 4096]
         .iter()
         .filter_map(|&max| BucketSet::new(max).ok())

@@ -25,8 +25,11 @@ fn golden() -> Vec<(Vec<u32>, Vec<u32>)> {
 
 /// Tokens per second on the CPU, prefill included. Every completion is compared with the golden one.
 fn generate(c: &mut Criterion) {
+    if !benches::selected("engine/generate_bundled") {
+        return;
+    }
     let golden = golden();
-    let mut group = c.benchmark_group("engine/tiny-qwen3-math");
+    let mut group = c.benchmark_group("engine/generate_bundled");
     group.sample_size(10);
     for batch_size in [1, 16] {
         let cases = &golden[..batch_size];
@@ -104,6 +107,9 @@ impl Runner for NoRunner {
 
 /// What scheduling costs per token.
 fn schedule(c: &mut Criterion) {
+    if !benches::selected("engine/scheduler") {
+        return;
+    }
     let mut group = c.benchmark_group("engine/scheduler");
     for batch_size in [1, 64, 256] {
         let shape = RunnerShape {

@@ -14,6 +14,9 @@ const ROWS: usize = 9728;
 const COLUMNS: usize = 2560;
 
 fn merge(c: &mut Criterion) {
+    if !benches::selected("lora_merge") {
+        return;
+    }
     let mut random = ChaCha8Rng::seed_from_u64(1);
     // Sums of uniform draws: close enough to normal ones.
     let mut draw = move |n: usize, scale: f32| -> Vec<f32> {
@@ -25,7 +28,7 @@ fn merge(c: &mut Criterion) {
         .map(bf16::from_f32)
         .collect();
     let mut out = vec![bf16::ZERO; w0.len()];
-    let mut group = c.benchmark_group("merge one 9728 x 2560 matrix");
+    let mut group = c.benchmark_group("lora_merge/9728_x_2560_matrix");
     group
         .sample_size(20)
         .throughput(Throughput::Bytes(4 * w0.len() as u64));
@@ -60,7 +63,7 @@ fn merge(c: &mut Criterion) {
         .map(|(i, part)| (format!("{i:04}"), part))
         .collect();
     let tensors: Vec<(&str, &[u8])> = parts.iter().map(|(name, part)| (name.as_str(), *part)).collect();
-    let mut group = c.benchmark_group("SHA-256 of the same matrix");
+    let mut group = c.benchmark_group("lora_merge/sha256_of_the_same");
     group
         .sample_size(20)
         .throughput(Throughput::Bytes(bytes.len() as u64));

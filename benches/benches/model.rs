@@ -103,7 +103,10 @@ fn bundled(batch: usize) -> Setup {
 }
 
 fn decode_bundled(c: &mut Criterion) {
-    let mut group = c.benchmark_group("decode, bundled model");
+    if !benches::selected("model/decode_bundled") {
+        return;
+    }
+    let mut group = c.benchmark_group("model/decode_bundled");
     for batch in [1, 4, 16, 48] {
         let mut setup = bundled(batch);
         setup.check();
@@ -115,6 +118,9 @@ fn decode_bundled(c: &mut Criterion) {
 }
 
 fn prefill_bundled(c: &mut Criterion) {
+    if !benches::selected("model/prefill_bundled") {
+        return;
+    }
     let mut setup = bundled(4);
     let ids: Vec<u32> = (0..4 * CONTEXT).map(|t| (t % 570) as u32).collect();
     let chunk = |&slot| SequenceChunk {
@@ -124,7 +130,7 @@ fn prefill_bundled(c: &mut Criterion) {
         wants_logits: true,
     };
     let chunks: Vec<_> = setup.slots.iter().map(chunk).collect();
-    let mut group = c.benchmark_group("prefill, bundled model");
+    let mut group = c.benchmark_group("model/prefill_bundled");
     group.throughput(Throughput::Elements(ids.len() as u64));
     group.bench_function(BenchmarkId::from_parameter(ids.len()), |b| {
         b.iter(|| {
@@ -160,6 +166,9 @@ fn timed(f: impl FnOnce()) -> Duration {
 }
 
 fn decode_random_0_6b(c: &mut Criterion) {
+    if !benches::selected("model/decode_random_0_6b") {
+        return;
+    }
     let model = Model::random(Qwen3Config::qwen3_0_6b(), 1, &options(1)).unwrap();
     let bytes = model.backend().weights().bytes();
     let mut setup = setup(model, 1);
@@ -183,7 +192,7 @@ fn decode_random_0_6b(c: &mut Criterion) {
         rate(best_read),
         100.0 * rate(best_step) / rate(best_read),
     );
-    let mut group = c.benchmark_group("decode, Qwen3-0.6B with random weights");
+    let mut group = c.benchmark_group("model/decode_random_0_6b");
     group.sample_size(10).throughput(Throughput::Bytes(bytes));
     group.bench_function(BenchmarkId::from_parameter(1), |b| {
         b.iter(|| black_box(setup.decode())[0])

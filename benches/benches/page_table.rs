@@ -48,6 +48,9 @@ fn written(table: &mut PageTable, len: usize) -> Slot {
 }
 
 fn sequences(c: &mut Criterion) {
+    if !benches::selected("page_table") {
+        return;
+    }
     let mut table = half_full_table();
     let free = table.free_pages();
     let mut group = c.benchmark_group("page_table/4096_tokens");
@@ -127,6 +130,9 @@ fn sequences(c: &mut Criterion) {
 }
 
 fn lookups(c: &mut Criterion) {
+    if !benches::selected("page_table/4096_random_lookups") {
+        return;
+    }
     let table = half_full_table();
     let mut rng = ChaCha8Rng::seed_from_u64(2);
     let slots: Vec<Slot> = table.live_slots().collect();

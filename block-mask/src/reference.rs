@@ -1,6 +1,16 @@
 //! The dumb oracle: dense masked softmax in f64, cell by cell, for tests of this crate and of kernels.
 
 /// Extents of a dense attention problem.
+///
+/// ```
+/// use block_mask::reference::{DenseShape, dense_attention};
+///
+/// let shape = DenseShape { batch: 1, heads: 1, kv_heads: 1, q_len: 2, kv_len: 2, head_dim: 1 };
+/// let causal = |_, _, q: usize, kv: usize| kv <= q;
+/// let (out, lse) = dense_attention(shape, &[0.0, 0.0], &[1.0, 1.0], &[4.0, 8.0], 1.0, causal, |score, _, _, _, _| score);
+/// assert_eq!(out, [4.0, 6.0]); // the first query sees one key, the second both alike
+/// assert!((lse[1] - 2f64.ln()).abs() < 1e-12);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DenseShape {
     /// Batch rows.

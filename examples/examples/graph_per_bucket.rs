@@ -70,15 +70,8 @@ mod on_gpu {
         let stream = Stream::new(device)?;
         let matmul = Matmul::new(&stream)?;
         // Twice the identity: what comes out is easy to check.
-        let weights: Vec<bf16> = (0..FEATURES * FEATURES)
-            .map(|i| {
-                if i / FEATURES == i % FEATURES {
-                    bf16::from_f32(2.0)
-                } else {
-                    bf16::ZERO
-                }
-            })
-            .collect();
+        let element = |i| bf16::from_f32(if i / FEATURES == i % FEATURES { 2.0 } else { 0.0 });
+        let weights: Vec<bf16> = (0..FEATURES * FEATURES).map(element).collect();
         let weights = DeviceBuffer::from_slice(&stream, &weights)?;
 
         // The graphs read and write this memory by address: it never moves. Rows that no request uses are set to 1.

@@ -30,6 +30,19 @@ pub(crate) enum Part {
 /// A loaded adapter. Immutable: a trainer's next version is a new `Adapter`.
 ///
 /// All tensors are finite and of a supported type; whether they fit a model is decided by [`crate::resolve`].
+///
+/// ```
+/// use lora_merge::{Adapter, AdapterConfig, TensorSlice, TensorValues};
+///
+/// let tensor = |name, shape, values| TensorSlice { name, shape, values: TensorValues::F32(values) };
+/// let a = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, 2.0]);
+/// let b = tensor("q_proj.lora_B.weight", &[2, 1], &[0.5, 0.25]);
+/// Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a, b])?;
+/// let not_finite = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, f32::NAN]);
+/// let error = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[not_finite, b]).unwrap_err();
+/// assert!(error.to_string().contains("q_proj.lora_A"), "{error}");
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Adapter {
     config: AdapterConfig,

@@ -35,6 +35,18 @@ pub enum BiasMode {
 /// The fields of `adapter_config.json` that decide what a merge computes.
 ///
 /// Read one with [`AdapterConfig::from_json`] or start from [`AdapterConfig::new`] and set fields.
+///
+/// ```
+/// use lora_merge::AdapterConfig;
+///
+/// let config = AdapterConfig::new(8, 16.0, ["q_proj", "v_proj"]);
+/// let read = AdapterConfig::from_json(
+///     r#"{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}"#,
+/// )?;
+/// assert_eq!((config.r, config.lora_alpha), (read.r, read.lora_alpha));
+/// assert!(AdapterConfig::from_json(r#"{"peft_type": "IA3", "target_modules": ["q_proj"]}"#).is_err());
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct AdapterConfig {

@@ -93,6 +93,18 @@ struct Applied {
 /// - Pristine weights are only read. A merge always starts from them, never from a merged weight.
 /// - Merged storage exists only for modules that some adapter has targeted, and never moves once it exists.
 /// - After an error everything served, and the version, are those from before the call.
+///
+/// ```
+/// use half::bf16;
+/// use lora_merge::{MergedStore, ModuleSpec, OwnedWeights};
+///
+/// let weights = vec![bf16::ONE; 6];
+/// let mut store = MergedStore::new(vec![ModuleSpec::linear("q_proj", 2, 3)], OwnedWeights::new([weights.clone()]))?;
+/// let report = store.refresh(&[])?; // no adapters: the base under a new number
+/// assert_eq!((report.version.number, report.adapted_modules), (1, 0));
+/// assert!(store.weight(0).is_none_or(|served| served == weights));
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 pub struct MergedStore<S> {
     specs: Vec<ModuleSpec>,
     source: S,

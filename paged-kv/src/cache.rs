@@ -8,6 +8,17 @@ use crate::{Error, KvDtype, KvLayout, PageCopy, PageId};
 /// The keys and values of all layers, in the memory of the CPU.
 ///
 /// It knows places, not sequences: a [`PageTable`](crate::PageTable) says which place holds which token.
+///
+/// ```
+/// use paged_kv::{KvCache, KvDtype, KvLayout, KvSlice};
+///
+/// let layout = KvLayout { n_layers: 1, kv_heads: 2, head_dim: 1, n_pages: 2, page_size: 4, dtype: KvDtype::F32 };
+/// let mut cache = KvCache::new(layout)?;
+/// cache.write(0, &[5], &[1.0, 2.0], &[3.0, 4.0])?; // one token, to place 1 of page 1: [token, head, element]
+/// let KvSlice::F32(keys) = cache.layer(0)?.k else { unreachable!() };
+/// assert_eq!((keys[5], keys[8 + 5]), (1.0, 2.0)); // [head, place, element]
+/// # Ok::<(), paged_kv::Error>(())
+/// ```
 pub struct KvCache {
     layout: KvLayout,
     /// `n_positions` and `head_stride` of the layout, which fit `usize` once the memory was taken.

@@ -96,6 +96,19 @@ pub struct Reservation {
 /// Slots, pages, and who holds what. See the [crate's documentation](crate) for an introduction.
 ///
 /// Two tables are equal if everything about them is, the order in which they give out pages included.
+///
+/// ```
+/// use paged_kv::{PageTable, PageTableConfig};
+///
+/// let mut table = PageTable::new(PageTableConfig { n_pages: 4, page_size: 8, n_slots: 3, max_pages_per_slot: 3 })?;
+/// let slot = table.allocate_slot()?;
+/// assert!(!table.can_reserve(slot, 25), "three pages of 8 tokens");
+/// assert_eq!(table.reserve(slot, 17)?.new_pages, 3);
+/// table.advance(slot, 17)?;
+/// table.erase(slot)?;
+/// assert_eq!(table.free_pages(), 3); // page 0 is reserved
+/// # Ok::<(), paged_kv::Error>(())
+/// ```
 #[derive(Clone, PartialEq, Eq)]
 pub struct PageTable {
     config: PageTableConfig,

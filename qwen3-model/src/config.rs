@@ -12,6 +12,16 @@ use crate::{Projection, Result};
 /// of transformers 5 (`rope_parameters`, `dtype`) are read. What Qwen3 models could ask for and
 /// this crate does not compute is refused by name: attention biases, sliding windows in use,
 /// quantised weights, activations other than SiLU, RoPE types other than `default` and `yarn`.
+///
+/// ```
+/// use qwen3_model::Qwen3Config;
+///
+/// let config = Qwen3Config::qwen3_4b();
+/// assert_eq!(config.n_parameters(), 4_022_468_096);
+/// assert_eq!((config.n_heads, config.n_kv_heads, config.head_dim), (32, 8, 128));
+/// let error = Qwen3Config::from_json(br#"{"model_type": "llama"}"#).unwrap_err();
+/// assert!(error.to_string().contains("llama"), "{error}");
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Qwen3Config {

@@ -29,6 +29,19 @@ use crate::engine::Engine;
 use crate::runner::Runner;
 
 /// Where an adapter comes from.
+///
+/// ```
+/// use rollout_engine::{AdapterSource, DeviceChoice, Engine};
+///
+/// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/adapters/qv-r8");
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).build()?;
+/// engine.load_adapter(folder)?; // a PEFT folder
+/// let config_json = &std::fs::read_to_string(format!("{folder}/adapter_config.json")).expect("is there");
+/// let safetensors = &std::fs::read(format!("{folder}/adapter_model.safetensors")).expect("is there");
+/// let update = engine.load_adapter(AdapterSource::Bytes { config_json, safetensors })?; // as a trainer may send it
+/// assert!(!update.changed, "the same adapter, under a new number");
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum AdapterSource<'a> {

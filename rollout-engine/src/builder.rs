@@ -14,6 +14,20 @@ use crate::text::TextPipeline;
 use crate::{Error, bundled};
 
 /// Settings of an engine. All have defaults; without a model folder the bundled model is used.
+///
+/// ```
+/// use rollout_engine::{DeviceChoice, Engine, Request};
+///
+/// let mut engine = Engine::builder()
+///     .device(DeviceChoice::Cpu)
+///     .max_batch_size(2)
+///     .max_seq_length(128)
+///     .page_size(16)
+///     .build()?;
+/// let completion = engine.generate(&[Request::text("Count").max_new_tokens(3)])?.remove(0)?;
+/// assert_eq!(completion.token_ids.len(), 3);
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct EngineBuilder {
     model_dir: Option<PathBuf>,

@@ -9,6 +9,7 @@ mod inspect;
 mod interrupt;
 mod metrics;
 mod output;
+mod plot;
 mod progress;
 mod telemetry;
 mod trace;
@@ -98,6 +99,7 @@ fn run_command(cli: &args::Cli) -> Result<(), CliError> {
         #[cfg(feature = "cuda")]
         args::Command::Bench(args) => bench::run(args),
         args::Command::VerifyNoDrift(args) => verify_no_drift::run(args),
+        args::Command::Plot(args) => plot::run(args),
         args::Command::Inspect(args) => inspect::run(args),
     };
     // The run's own error says more than the trace's.

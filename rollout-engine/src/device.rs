@@ -13,6 +13,15 @@ use crate::pool::PoolLimits;
 use crate::runner::{Runner, RunnerMemory};
 
 /// The device that a user asks for: `auto`, `cpu`, `cuda` (the first GPU) or `cuda:N`.
+///
+/// ```
+/// use rollout_engine::DeviceChoice;
+///
+/// assert_eq!("cuda:1".parse::<DeviceChoice>()?, DeviceChoice::Cuda(1));
+/// assert_eq!(DeviceChoice::default().to_string(), "auto");
+/// assert!("gpu".parse::<DeviceChoice>().is_err());
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceChoice {

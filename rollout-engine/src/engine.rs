@@ -22,6 +22,25 @@ use crate::text::TextPipeline;
 /// Ways to use it: [`Engine::generate`] for a batch as a whole, [`Engine::generate_groups`] for several completions of each
 /// prompt, [`Engine::stream`] and [`Engine::stream_groups`] for the same as they finish, and [`Engine::submit`] with
 /// [`Engine::step`] for a loop of one's own, such as a server's.
+///
+/// ```
+/// use rollout_engine::{DeviceChoice, Engine, Event, Request};
+///
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).max_batch_size(2).build()?;
+/// let request = engine.submit(&Request::text("Count").max_new_tokens(4))?;
+/// let mut tokens = 0;
+/// while engine.has_unfinished() {
+///     for event in engine.step()? {
+///         match event {
+///             Event::Token { .. } => tokens += 1,
+///             Event::Finished { request: of, result, .. } => assert_eq!((of, result?.token_ids.len()), (request, tokens)),
+///             _ => {}
+///         }
+///     }
+/// }
+/// assert_eq!(engine.statistics().new_tokens, tokens as u64);
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 pub struct Engine<R = Box<dyn Runner + Send>> {
     scheduler: Scheduler<R>,
     text: Option<Arc<TextPipeline>>,
@@ -284,6 +303,18 @@ fn with_text(event: Event<TokenCompletion>, text: Option<&TextPipeline>) -> Even
 }
 
 /// One finished completion of a [`Stream`].
+///
+/// ```
+/// use rollout_engine::{DeviceChoice, Engine, Finished, Request};
+///
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).build()?;
+/// let requests = [Request::text("Count").max_new_tokens(2), Request::text("")];
+/// for finished in engine.stream(&requests) {
+///     let Finished { index, result, .. } = finished?; // an error here would be the device's
+///     assert_eq!(result.is_ok(), index == 0); // the empty prompt alone is refused
+/// }
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Finished {
     /// Index of the request in the slice given to [`Engine::stream`].

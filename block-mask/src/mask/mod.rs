@@ -160,6 +160,19 @@ impl Lists {
 /// See the [crate documentation](crate) for what a block mask is. A mask is a set: its lists are kept in the order of
 /// the sequence and without duplicates, whatever order they were given in, so neither the order of a list nor the
 /// placement of pages reaches the arithmetic.
+///
+/// ```
+/// use block_mask::{BlockMask, BlockState, MaskMod, MaskShape};
+///
+/// // 6 tokens in blocks of 2 x 2, as in the drawing of the crate's documentation.
+/// let mask = BlockMask::from_fn(MaskShape::new(1, 1, 6, 6).with_blocks(2, 2), MaskMod::causal())?;
+/// let states = mask.block_states();
+/// assert_eq!(states[3..6], [BlockState::Full, BlockState::Partial, BlockState::Empty]);
+/// assert_eq!(mask.n_blocks(), 6); // of 9
+/// let full: Vec<usize> = mask.blocks(0, 0, 2).filter(|block| block.full).map(|block| block.index).collect();
+/// assert_eq!(full, [0, 1]);
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct BlockMask<S: Space> {
     shape: MaskShape,

@@ -33,6 +33,8 @@ pub(super) enum Command {
     /// Measure tokens per second, or how long requests wait, on a fixed workload; by default the bundled model on a GPU.
     #[cfg(feature = "cuda")]
     Bench(super::bench::BenchArgs),
+    /// Draw what `rollout bench --stats-path` measured, as an SVG.
+    Plot(super::plot::PlotArgs),
     /// Prove that merging adapters leaves the base weights as they are: perturb and merge many times, compare
     /// SHA-256 digests, print a JSON report. Exit code 1 on drift.
     VerifyNoDrift(super::verify_no_drift::VerifyArgs),

@@ -117,6 +117,16 @@ pub(super) struct BenchArgs {
     /// Write all numbers to this file as JSON: an object, or a list of objects with --batches.
     #[arg(long, value_name = "FILE")]
     stats_path: Option<PathBuf>,
+
+    /// Draw throughput and steps against the number of prompts into this file; `rollout plot` draws --stats-path files
+    /// later, without a GPU.
+    #[arg(long, value_name = "FILE.svg", conflicts_with = "arrival_rate")]
+    plot: Option<PathBuf>,
+
+    /// With --plot, figures of other engines to draw beside: a JSON object from names to lists of [prompts, new tokens
+    /// per second].
+    #[arg(long, value_name = "FILE.json", requires = "plot")]
+    plot_other: Option<PathBuf>,
 }
 
 /// Refreshes that are timed.
@@ -341,6 +351,9 @@ fn serve_arrivals<R: Runner>(
 }
 
 fn write_reports(args: &BenchArgs, mut reports: Vec<Value>) -> Result<(), CliError> {
+    if let Some(path) = &args.plot {
+        super::plot::write_reports(&reports, args.plot_other.as_deref(), path)?;
+    }
     let Some(path) = &args.stats_path else {
         return Ok(());
     };

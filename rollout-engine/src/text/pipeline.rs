@@ -11,6 +11,17 @@ use crate::request::Prompt;
 const MAX_BYTES_PER_TOKEN: usize = 256;
 
 /// Tokenizer and chat templates of one model. Needs no engine: a server can use it on its own threads.
+///
+/// ```
+/// use rollout_engine::{Request, bundled, text::TextPipeline};
+///
+/// let text = TextPipeline::from_dir(bundled::model_dir()?)?.expect("has a tokenizer");
+/// let ids = text.encode(&Request::text("Count from 5 to 9 by 1.").prompt)?;
+/// assert_eq!(text.decode(&ids)?, "Count from 5 to 9 by 1.");
+/// let chat = text.encode(&Request::user("Count from 5 to 9 by 1.").prompt)?; // through the model's chat template
+/// assert!(chat.len() > ids.len());
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct TextPipeline {
     tokenizer: Tokenizer,

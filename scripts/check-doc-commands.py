@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Every command in the documentation is run, or has a reason why not here.
+
+Collects the lines of all `sh` blocks, and code spans that start with a program's name, from every README and page. Each
+must be in COMMANDS below, with what is done about it:
+
+    run      it is run here, in a folder with a model, an adapter and prompts of the names that the pages use
+    ci TEXT  CI runs it elsewhere: TEXT stands in .ci/run or in a script that it calls
+    just     a recipe of the justfile: it must be there, its line is run by CI
+    gpu      needs an NVIDIA GPU
+    else     the reason in words
+
+    scripts/check-doc-commands.py [--list]      needs target/release/rollout; --list only checks that all are known
+"""
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PUBLISHED = "once the crates are published"
+COMMANDS = {
+    "cargo run --release --bin rollout -- generate": "ci cargo run --release --bin rollout -- generate",
+    "cargo test --release --workspace": "ci cargo test --release --workspace",
+    "cargo run --release -p examples --example generate": "ci run-examples.sh",
+    "cargo bench -p benches -- page_table": "ci cargo bench -p benches -- page_table/4096_tokens --quick",
+    "cargo bench -p benches -- page_table/4096_tokens/fork": "a part of the former",
+    "cargo bench -p benches --bench model": "takes minutes; built by clippy and tests",
+    "cargo add paged-kv": PUBLISHED,
+    "cargo add block-mask": PUBLISHED,
+    "cargo add cuda-graphs --features cuda": PUBLISHED,
+    "cargo add lora-merge": PUBLISHED,
+    "cargo add qwen3-model paged-kv": PUBLISHED,
+    "cargo add rollout-engine": PUBLISHED,
+    "cargo test -p cuda-graphs": "ci cargo test --release --workspace",
+    "cargo test --release -p lora-merge --test drift -- --nocapture": "ci cargo test --release --workspace",
+    "scripts/setup-nvrtc.sh": "ci scripts/setup-nvrtc.sh",
+    "ROLLOUT_REQUIRE_NVRTC=1 cargo test -p cuda-graphs --features cuda": "ci ROLLOUT_REQUIRE_NVRTC=1",
+    "scripts/gpu-tests.sh": "gpu",
+    "scripts/gpu-tests.sh --sanitizer": "gpu",
+    "scripts/gpu-tests.sh --collect bin": "gpu",
+    "scripts/gpu-tests.sh --bin bin": "gpu",
+    "scripts/run-examples.sh": "ci run-examples.sh",
+    "scripts/compare_transformers.py": "gpu",
+    "cargo +nightly fuzz run page_table -- -max_total_time=60": "ci scripts/fuzz.sh",
+    "cargo +nightly fuzz run TARGET FILE": "needs an input that fails",
+    "cargo +nightly fuzz fmt TARGET FILE": "needs an input that fails",
+    "cargo install cargo-fuzz --locked": "ci cargo install --locked --quiet cargo-fuzz",
+    "cargo install cargo-fuzz": "ci cargo install --locked --quiet cargo-fuzz",
+    "cargo install cargo-deny": "ci cargo install --locked --quiet cargo-deny",
+    "bash .ci/run": "this is it",
+    "cargo build --release": "ci cargo run --release --bin rollout",
+    "scripts/check-versions.sh": "ci scripts/check-versions.sh",
+    "scripts/check-semver.sh": "ci scripts/check-semver.sh",
+    "scripts/check-packages.sh --verify": "builds every crate anew; CI does the same without the builds",
+    "scripts/check-doc-commands.py": "ci scripts/check-doc-commands.py",
+    "just fmt lint doc": "just",
+    "just deny": "just",
+    "just kernels": "just",
+    "just fuzz 20": "just",
+    "just gpu-tests": "just",
+    "rollout generate": "run",
+    'rollout generate --model Qwen3-0.6B --prompt "Why is the sky blue?"': "run",
+    "rollout generate --model Qwen3-0.6B --prompts in.jsonl --output out.jsonl": "run",
+    "rollout generate --prompts in.jsonl -n 16": "run",
+    "rollout generate --adapter my-adapter": "run",
+    "rollout generate --trace trace.json --metrics metrics.json": "run",
+    "rollout generate --help": "run",
+    "rollout generate | head": "run",
+    "rollout verify-no-drift --adapter my-adapter": "run",
+    "rollout verify-no-drift": "a name",
+    "rollout inspect --model Qwen3-0.6B --memory 16GB": "run",
+    "rollout plot stats.json --output throughput.svg": "run",
+    "rollout bench": "a name",
+    "rollout bench --arrival-rate": "a name",
+    "rollout generate --max-batch-size 1 --max-seq-length 256": "run",
+    "cargo bench -p benches --bench lora_merge": "takes minutes; built by clippy and tests",
+    "cargo bench -p benches --bench page_table": "ci cargo bench -p benches -- page_table/4096_tokens --quick",
+    "cargo test --release -p paged-kv": "ci cargo test --release --workspace",
+    "rollout bench --model random:qwen3-4b --batches 1,8,16,32,64,128,256 --n-rounds 3": "gpu",
+}
+SPAN = re.compile(r"`((?:cargo|rollout|just|bash|scripts/[^\s`]+)(?: [^`]+)?)`")
+NOT_COMMANDS = re.compile(r"^(cargo|rollout|just|bash|scripts/\S+\.md)$")
+
+
+def collect():
+    """(place, command) of every command in the pages."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
+    for page in sorted(page for page in pages if page.name != "CHANGELOG.md"):
+        language = None
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            place = f"{page.relative_to(ROOT)}:{number}"
+            if line.startswith("```"):
+                language = (line[3:].strip() or "sh") if language is None else None
+            elif language == "sh":
+                command = re.sub(r"\s+#.*", "", line).strip()
+                if command:
+                    yield place, command
+            elif language is None:
+                for command in SPAN.findall(line.replace("\\|", "|")):
+                    if not NOT_COMMANDS.match(command):
+                        yield place, re.sub(r"\s+#.*", "", command).strip()
+
+
+def prepare(folder):
+    """The names that the pages use."""
+    (folder / "Qwen3-0.6B").symlink_to(ROOT / "rollout-engine/models/tiny-qwen3-math")
+    (folder / "my-adapter").symlink_to(ROOT / "fixtures/adapters/mult-r32")
+    (folder / "stats.json").write_text((ROOT / "docs/data/h200-qwen3-4b.json").read_text())
+    (folder / "in.jsonl").write_text('{"id": 1, "prompt": "Count"}\n')
+
+
+def main():
+    problems, found = [], {}
+    for place, command in collect():
+        found.setdefault(command, place)
+    ci = (ROOT / ".ci/run").read_text() + "".join(path.read_text() for path in (ROOT / "scripts").glob("*.sh"))
+    recipes = set(re.findall(r"^([a-z-]+)(?: [^:\n]*)?:(?!=)", (ROOT / "justfile").read_text(), re.M))
+    for command, place in found.items():
+        what = COMMANDS.get(command)
+        if what is None:
+            problems.append(f"{place}: `{command}` is not known to {pathlib.Path(__file__).name}")
+        elif what.startswith("ci ") and what[3:] not in ci:
+            problems.append(f"{place}: `{command}`: CI does not run `{what[3:]}`")
+        elif what == "just":
+            missing = [name for name in command.split()[1:] if not name.isdigit() and name not in recipes]
+            problems += [f"{place}: `{command}`: the justfile has no {name}" for name in missing]
+    problems += [f"`{command}` is in no page any more" for command in COMMANDS if command not in found]
+    if not problems and "--list" not in sys.argv:
+        binary = ROOT / os.environ.get("CARGO_TARGET_DIR", "target") / "release"
+        environment = {**os.environ, "PATH": f"{binary}:{os.environ['PATH']}"}
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(pathlib.Path(folder))
+            for command, place in found.items():
+                if COMMANDS[command] != "run":
+                    continue
+                print(f"$ {command}", flush=True)
+                done = subprocess.run(
+                    command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+                )
+                if done.returncode != 0:
+                    problems.append(f"{place}: `{command}` exits with {done.returncode}: {done.stderr.strip()}")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    ran = sum(what == "run" for what in COMMANDS.values())
+    print(f"{len(found)} commands in the documentation, {ran} of them run here, {len(problems)} problems")
+    sys.exit(1 if problems else 0)
+
+
+main()
