@@ -28,6 +28,13 @@ pub trait PristineSource: Send + Sync {
         Ok(())
     }
 
+    /// Why no update can be merged into this module, if none can. Such a module has no bf16 weight: `slice` gives `None`
+    /// and `read` an error.
+    fn refusal(&self, module: usize) -> Option<&'static str> {
+        let _ = module;
+        None
+    }
+
     /// The base module's bias `[out]`, if it has one.
     fn bias(&self, module: usize) -> Option<&[f32]> {
         let _ = module;

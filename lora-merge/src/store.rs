@@ -146,6 +146,7 @@ impl<S: PristineSource> MergedStore<S> {
         for (module, spec) in specs.iter().enumerate() {
             let mut slot = Slot::default();
             match source.slice(module) {
+                _ if source.refusal(module).is_some() => {}
                 Some(slice) => check_length("a pristine weight", spec.elements(), slice.len())?,
                 None => {
                     let mut storage = allocate(spec)?;
@@ -195,7 +196,7 @@ impl<S: PristineSource> MergedStore<S> {
     }
 
     /// The weight to compute with, row-major as stored: merged where an adapter has ever targeted the module,
-    /// pristine elsewhere. `None` if there is no such module.
+    /// pristine elsewhere. `None` if there is no such module, or it has no weight that could be merged into.
     pub fn weight(&self, module: usize) -> Option<&[bf16]> {
         match &self.slots.get(module)?.merged {
             Some(merged) => Some(merged),
@@ -220,7 +221,7 @@ impl<S: PristineSource> MergedStore<S> {
             let spec = self.specs.get(module).ok_or_else(|| Error::NoSuchModule {
                 module: module.to_string(),
             })?;
-            if self.slots[module].merged.is_none() {
+            if self.slots[module].merged.is_none() && self.source.refusal(module).is_none() {
                 let mut storage = allocate(spec)?;
                 pristine(&self.source, spec, module, &mut storage)?;
                 self.slots[module].merged = Some(storage);
@@ -292,6 +293,13 @@ impl<S: PristineSource> MergedStore<S> {
                 continue;
             }
             let weight = update.as_ref().filter(|u| u.touches_weight());
+            if let (Some(_), Some(reason)) = (weight, self.source.refusal(module)) {
+                return Err(Error::Module {
+                    module: self.specs[module].name.clone(),
+                    field: "merge",
+                    reason,
+                });
+            }
             let (merged, was_applied) = (slot.merged.is_some(), slot.applied.is_some());
             let named = |error| name(error, &self.specs[module]);
             let bias = match update {

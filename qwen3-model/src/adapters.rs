@@ -166,6 +166,10 @@ pub(crate) fn module_index(layer: usize, projection: Projection) -> usize {
     layer * Projection::ALL.len() + projection as usize
 }
 
+/// Why a matrix in 4 bits takes no merge.
+pub(crate) const IN_FOUR_BITS: &str = "its weight is in 4 bits, and rounding to 4 bits again would lose most of an adapter; \
+     apply adapters at run time, or dequantise the model to bf16 when it is loaded";
+
 /// A model's weights as the pristine copy of a [`lora_merge::MergedStore`] over [`modules`].
 #[derive(Debug, Clone)]
 pub struct PristineWeights(Weights);
@@ -184,7 +188,12 @@ impl PristineWeights {
 
 impl PristineSource for PristineWeights {
     fn slice(&self, module: usize) -> Option<&[bf16]> {
-        self.0.module(module).map(crate::WeightMatrix::data)
+        let matrix = self.0.module(module)?;
+        matrix.quantized().is_none().then(|| matrix.data())
+    }
+
+    fn refusal(&self, module: usize) -> Option<&'static str> {
+        self.0.module(module)?.quantized().map(|_| IN_FOUR_BITS)
     }
 
     /// Mapped files and a tied head take no memory of their own.

@@ -112,6 +112,16 @@ impl Checkpoint {
         self.tensors.contains_key(name)
     }
 
+    /// Single file or index, for messages.
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Removes a tensor as it is.
+    pub(crate) fn take_any(&mut self, name: &str) -> Option<(Arc<MappedFile>, TensorEntry)> {
+        self.tensors.remove(name)
+    }
+
     /// Removes a tensor, checked for type and shape.
     pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<(Arc<MappedFile>, TensorEntry)> {
         let Some((file, entry)) = self.tensors.remove(name) else {

@@ -11,7 +11,8 @@ use crate::{Projection, Result};
 /// Both the form that transformers 4 writes (`rope_theta`, `rope_scaling`, `torch_dtype`) and that
 /// of transformers 5 (`rope_parameters`, `dtype`) are read. What Qwen3 models could ask for and
 /// this crate does not compute is refused by name: attention biases, sliding windows in use,
-/// quantised weights, activations other than SiLU, RoPE types other than `default` and `yarn`.
+/// quantised weights other than bitsandbytes' in 4 bits, activations other than SiLU, RoPE types
+/// other than `default` and `yarn`.
 ///
 /// ```
 /// use qwen3_model::Qwen3Config;
@@ -281,10 +282,7 @@ fn refuse_unsupported(fields: &Fields<'_>, n_layers: usize) -> Result<()> {
     {
         return Err(fields.error("hidden_act", format!("is {activation:?}, expected \"silu\"")));
     }
-    if fields.value("quantization_config").is_some() {
-        let problem = "quantised weights are not supported; use the bf16 model";
-        return Err(fields.error("quantization_config", problem));
-    }
+    refuse_other_quantization(fields)?;
     for field in ["dtype", "torch_dtype"] {
         match fields.string(field)? {
             None | Some("bfloat16" | "float16" | "float32" | "auto") => {}
@@ -295,6 +293,26 @@ fn refuse_unsupported(fields: &Fields<'_>, n_layers: usize) -> Result<()> {
         }
     }
     refuse_sliding_window(fields, n_layers)
+}
+
+/// Which modules are quantised, and how, the weight files tell.
+fn refuse_other_quantization(fields: &Fields<'_>) -> Result<()> {
+    let Some(quantization) = fields.object("quantization_config")? else {
+        return Ok(());
+    };
+    match quantization.string("quant_method")? {
+        Some("bitsandbytes") => {}
+        Some(other) => {
+            let problem = format!("is {other:?}; of quantised weights, those of bitsandbytes in 4 bits can be read");
+            return Err(quantization.error("quant_method", problem));
+        }
+        None => return Err(quantization.error("quant_method", "is missing, expected \"bitsandbytes\"")),
+    }
+    if quantization.boolean("load_in_8bit")? == Some(true) {
+        let problem = "is true; of bitsandbytes' formats those in 4 bits can be read";
+        return Err(quantization.error("load_in_8bit", problem));
+    }
+    Ok(())
 }
 
 /// A window counts only where a layer uses it, as in transformers: files of full-attention models

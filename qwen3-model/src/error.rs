@@ -120,6 +120,16 @@ pub enum Error {
         /// The type in the file.
         dtype: String,
     },
+    /// A module whose 4-bit tensors do not fit each other, or hold values that no weight can have.
+    #[error("{}: module `{module}`: {problem}", path.display())]
+    Quantization {
+        /// The file.
+        path: PathBuf,
+        /// The module's name.
+        module: String,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// An option has a value that no model can be run with.
     #[error("option `{option}`: {problem}")]
     Option {

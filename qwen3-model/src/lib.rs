@@ -10,6 +10,7 @@ pub mod cpu;
 pub mod cuda;
 mod digest;
 mod error;
+mod four_bit;
 #[doc(hidden)]
 pub mod fuzzing;
 mod generation_config;
@@ -33,6 +34,7 @@ pub use backend::{Backend, Norm, walk};
 pub use config::Qwen3Config;
 pub use cpu::{CpuBackend, LoadOptions};
 pub use error::{Error, Result};
+pub use four_bit::{QuantType, QuantizeOptions, QuantizeReport, QuantizedMatrix, quantize_folder};
 pub use generation_config::GenerationConfig;
 pub use model::Model;
 pub use projection::{FusedMatrix, Projection};

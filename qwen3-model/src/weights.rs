@@ -1,5 +1,6 @@
 //! A model's weights as every backend receives them.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,12 +10,13 @@ use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use crate::checkpoint::Checkpoint;
+use crate::four_bit::{Place, is_quantized};
 use crate::mapped_file::MappedFile;
 use crate::random;
 use crate::safetensors_file::TensorEntry;
-use crate::{Error, Projection, Qwen3Config, Result};
+use crate::{Error, Projection, QuantType, QuantizedMatrix, Qwen3Config, Result};
 
-/// A bf16 matrix `[rows, cols]`, row-major, either in a mapped file or in memory.
+/// A matrix `[rows, cols]`, row-major: bf16, either in a mapped file or in memory, or in 4 bits.
 ///
 /// Cloning is cheap: the bytes are shared.
 #[derive(Debug, Clone)]
@@ -32,6 +34,7 @@ enum Storage {
         bytes: Range<usize>,
     },
     Owned(Arc<Vec<bf16>>),
+    FourBit(Arc<QuantizedMatrix>),
 }
 
 /// Weights of one layer.
@@ -49,7 +52,8 @@ pub struct LayerWeights {
 }
 
 /// All weights of a model. Matrices are bf16: those of bf16 files stay in the mapped file, f16 and
-/// f32 ones are rounded once into memory. Norms are f32.
+/// f32 ones are rounded once into memory. Those that bitsandbytes quantised stay in 4 bits. Norms
+/// are f32.
 #[derive(Debug, Clone)]
 pub struct Weights {
     /// `[vocab, hidden]`.
@@ -120,17 +124,70 @@ impl WeightMatrix {
         self.cols
     }
 
-    /// The elements, row-major, `rows * cols`.
+    /// The elements, row-major, `rows * cols`. A matrix in 4 bits has none that lie in memory:
+    /// the slice is empty, see [`quantized`](Self::quantized) and [`to_bf16`](Self::to_bf16).
     pub fn data(&self) -> &[bf16] {
         match &self.storage {
             Storage::Mapped { file, bytes } => bytemuck::cast_slice(&file.bytes()[bytes.clone()]),
             Storage::Owned(data) => data,
+            Storage::FourBit(_) => &[],
+        }
+    }
+
+    /// The matrix in 4 bits, if it is in 4 bits.
+    pub fn quantized(&self) -> Option<&QuantizedMatrix> {
+        match &self.storage {
+            Storage::FourBit(matrix) => Some(matrix),
+            _ => None,
+        }
+    }
+
+    /// The elements, row-major, `rows * cols`: as they lie, or dequantised.
+    pub fn to_bf16(&self) -> Cow<'_, [bf16]> {
+        match &self.storage {
+            Storage::FourBit(matrix) => Cow::Owned(matrix.dequantize()),
+            _ => Cow::Borrowed(self.data()),
+        }
+    }
+
+    /// The same matrix in bf16.
+    #[must_use]
+    pub fn dequantized(&self) -> Self {
+        match &self.storage {
+            Storage::FourBit(matrix) => Self {
+                storage: Storage::Owned(Arc::new(matrix.dequantize())),
+                ..self.clone()
+            },
+            _ => self.clone(),
+        }
+    }
+
+    /// The same matrix in 4 bits, see [`QuantizedMatrix::quantize`]; as it is if it is in 4 bits already.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for an element that is not finite.
+    pub fn quantize(&self, quant_type: QuantType, double: bool) -> Result<Self> {
+        if self.quantized().is_some() {
+            return Ok(self.clone());
+        }
+        let matrix = QuantizedMatrix::quantize(self.rows, self.cols, self.data(), quant_type, double)?;
+        Ok(Self {
+            storage: Storage::FourBit(Arc::new(matrix)),
+            ..self.clone()
+        })
+    }
+
+    /// Bytes of the elements.
+    pub fn bytes(&self) -> usize {
+        match &self.storage {
+            Storage::FourBit(matrix) => matrix.bytes(),
+            _ => 2 * self.rows * self.cols,
         }
     }
 
     /// One row.
     ///
-    /// Panics if `row` is not below [`rows`](Self::rows), as indexing does.
+    /// Panics if `row` is not below [`rows`](Self::rows), as indexing does, or the matrix is in 4 bits.
     pub fn row(&self, row: usize) -> &[bf16] {
         &self.data()[row * self.cols..][..self.cols]
     }
@@ -162,6 +219,35 @@ impl Weights {
         let layout = Layout::take(&mut checkpoint, config)?;
         checkpoint.finish()?;
         layout.read(config)
+    }
+
+    /// Whether any matrix is in 4 bits. Adapters cannot be merged into such a matrix.
+    pub fn is_quantized(&self) -> bool {
+        let layers = self.layers.iter().flat_map(|layer| &layer.projections);
+        layers.chain([&self.lm_head]).any(|m| m.quantized().is_some())
+    }
+
+    /// The same weights with every matrix in bf16.
+    #[must_use]
+    pub fn dequantized(&self) -> Self {
+        let mut weights = self.clone();
+        weights.lm_head = weights.lm_head.dequantized();
+        for matrix in weights.layers.iter_mut().flat_map(|layer| &mut layer.projections) {
+            *matrix = matrix.dequantized();
+        }
+        weights
+    }
+
+    /// The same weights with the projections of all layers in 4 bits.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for an element that is not finite.
+    pub fn quantized(&self, quant_type: QuantType, double: bool) -> Result<Self> {
+        let mut weights = self.clone();
+        for matrix in weights.layers.iter_mut().flat_map(|layer| &mut layer.projections) {
+            *matrix = matrix.quantize(quant_type, double)?;
+        }
+        Ok(weights)
     }
 
     /// Random weights for measurements: matrices from N(0, 0.02), norms from N(1, 0.1). The same
@@ -214,7 +300,7 @@ impl Weights {
 
     /// Bytes of all matrices and norms, a tied head counted once.
     pub fn bytes(&self) -> u64 {
-        let matrix = |m: &WeightMatrix| 2 * m.rows as u64 * m.cols as u64;
+        let matrix = |m: &WeightMatrix| m.bytes() as u64;
         let layer = |l: &LayerWeights| {
             let norms = l.input_norm.len() + l.post_attention_norm.len() + l.q_norm.len() + l.k_norm.len();
             l.projections.iter().map(matrix).sum::<u64>() + 4 * norms as u64
@@ -228,7 +314,8 @@ impl Weights {
 
     /// Whether head and embedding share their bytes.
     pub fn is_tied(&self) -> bool {
-        std::ptr::eq(self.embed_tokens.data(), self.lm_head.data())
+        // An empty slice, of a head in 4 bits, is nowhere.
+        !self.lm_head.data().is_empty() && std::ptr::eq(self.embed_tokens.data(), self.lm_head.data())
     }
 }
 
@@ -247,7 +334,8 @@ fn tensor_name(layer: usize, module: &str) -> String {
 /// Where everything is, all checked and nothing read.
 struct Layout {
     embed: (Arc<MappedFile>, TensorEntry),
-    head: Option<(Arc<MappedFile>, TensorEntry)>,
+    /// `None` for the embedding.
+    head: Option<MatrixPlace>,
     norm: (Arc<MappedFile>, TensorEntry),
     layers: Vec<LayerLayout>,
 }
@@ -256,7 +344,41 @@ struct LayerLayout {
     /// Input, post-attention, q and k.
     norms: [(Arc<MappedFile>, TensorEntry); 4],
     /// In the order of [`Projection::ALL`].
-    projections: Vec<(Arc<MappedFile>, TensorEntry)>,
+    projections: [MatrixPlace; 7],
+}
+
+enum MatrixPlace {
+    Dense(Arc<MappedFile>, TensorEntry),
+    FourBit(Box<Place>),
+}
+
+impl MatrixPlace {
+    fn take(checkpoint: &mut Checkpoint, module: &str, shape: [usize; 2]) -> Result<Self> {
+        if is_quantized(checkpoint, module) {
+            return Ok(Self::FourBit(Box::new(Place::take(checkpoint, module, shape)?)));
+        }
+        let (file, entry) = checkpoint.take(&format!("{module}.weight"), &shape)?;
+        Ok(Self::Dense(file, entry))
+    }
+
+    fn path(&self) -> &Path {
+        match self {
+            Self::Dense(file, _) => file.path(),
+            Self::FourBit(place) => place.path(),
+        }
+    }
+
+    fn read(self, name: String, [rows, cols]: [usize; 2]) -> Result<WeightMatrix> {
+        match self {
+            Self::Dense(file, entry) => Ok(WeightMatrix::from_file(&name, file, entry, rows, cols)),
+            Self::FourBit(place) => Ok(WeightMatrix {
+                name,
+                rows,
+                cols,
+                storage: Storage::FourBit(Arc::new(place.read()?)),
+            }),
+        }
+    }
 }
 
 impl Layout {
@@ -266,7 +388,12 @@ impl Layout {
         let embed = checkpoint.take(EMBED, &vocab)?;
         let head = match config.tie_word_embeddings && !checkpoint.contains(HEAD) {
             true => None,
-            false => Some(checkpoint.take(HEAD, &vocab)?),
+            // A tied head must equal the embedding, which is never in 4 bits.
+            false if config.tie_word_embeddings => {
+                let (file, entry) = checkpoint.take(HEAD, &vocab)?;
+                Some(MatrixPlace::Dense(file, entry))
+            }
+            false => Some(MatrixPlace::take(checkpoint, "lm_head", vocab)?),
         };
         let norm = checkpoint.take(FINAL_NORM, &[hidden])?;
         let mut layers = Vec::new();
@@ -279,10 +406,9 @@ impl Layout {
                 take(Q_NORM, &[head_dim])?,
                 take(K_NORM, &[head_dim])?,
             ];
-            let projections = Projection::ALL
-                .iter()
-                .map(|&p| take(p.name(), &config.projection_shape(p)))
-                .collect::<Result<_>>()?;
+            let [q, k, v, o, gate, up, down] = Projection::ALL
+                .map(|p| MatrixPlace::take(checkpoint, &p.module(layer), config.projection_shape(p)));
+            let projections = [q?, k?, v?, o?, gate?, up?, down?];
             layers.push(LayerLayout { norms, projections });
         }
         Ok(Self {
@@ -294,16 +420,14 @@ impl Layout {
     }
 
     fn read(self, config: &Qwen3Config) -> Result<Weights> {
-        let matrix = |name: &str, (file, entry): (Arc<MappedFile>, TensorEntry)| {
-            let (rows, cols) = (entry.shape[0], entry.shape[1]);
-            WeightMatrix::from_file(name, file, entry, rows, cols)
-        };
-        let embed_tokens = matrix(EMBED, self.embed);
+        let vocab = [config.vocab_size, config.hidden_size];
+        let (file, entry) = self.embed;
+        let embed_tokens = MatrixPlace::Dense(file, entry).read(EMBED.into(), vocab)?;
         let lm_head = match self.head {
             None => embed_tokens.clone(),
             Some(place) => {
-                let path = place.0.path().to_owned();
-                let head = matrix(HEAD, place);
+                let path = place.path().to_owned();
+                let head = place.read(HEAD.into(), vocab)?;
                 match config.tie_word_embeddings {
                     false => head,
                     true if same_bytes(head.data(), embed_tokens.data()) => embed_tokens.clone(),
@@ -321,29 +445,20 @@ impl Layout {
         };
         let layers = self.layers.into_iter().enumerate().map(|(layer, places)| {
             let [input_norm, post_attention_norm, q_norm, k_norm] = places.norms.map(read_norm);
-            let mut places = places.projections.into_iter();
-            let mut next = |p: Projection| {
-                places
-                    .next()
-                    .map(|place| matrix(&tensor_name(layer, p.name()), place))
-            };
-            Some(LayerWeights {
+            let mut all = Projection::ALL.into_iter();
+            let [q, k, v, o, gate, up, down] = places.projections.map(|place| {
+                let p = all.next().unwrap_or(Projection::Down);
+                place.read(tensor_name(layer, p.name()), config.projection_shape(p))
+            });
+            Ok(LayerWeights {
                 input_norm,
                 post_attention_norm,
                 q_norm,
                 k_norm,
-                projections: [
-                    next(Projection::Q)?,
-                    next(Projection::K)?,
-                    next(Projection::V)?,
-                    next(Projection::O)?,
-                    next(Projection::Gate)?,
-                    next(Projection::Up)?,
-                    next(Projection::Down)?,
-                ],
+                projections: [q?, k?, v?, o?, gate?, up?, down?],
             })
         });
-        let layers = layers.flatten().collect();
+        let layers = layers.collect::<Result<_>>()?;
         Ok(Weights {
             embed_tokens,
             lm_head,

@@ -65,7 +65,7 @@ fn broken_configurations_are_refused_by_field() {
         (
             "quantization_config",
             json!({"quant_method": "gptq"}),
-            &["`quantization_config`"],
+            &["`quantization_config.quant_method`", "gptq"],
         ),
         ("dtype", json!("float8_e4m3fn"), &["`dtype`", "float8_e4m3fn"]),
         (

@@ -1,4 +1,4 @@
-//! Products of bf16 matrices with f32 rows: `out[t, n] = Σₖ x[t, k] · w[n, k]`.
+//! Products of bf16 matrices, or matrices in 4 bits, with f32 rows: `out[t, n] = Σₖ x[t, k] · w[n, k]`.
 //!
 //! One kernel serves one token and many: a tile of R weight rows and T tokens, whose R·T sums stay
 //! in registers. Two bf16 weights are one 32-bit word, and both become f32 by one operation each:
@@ -13,6 +13,8 @@
 //! and no shuffle is needed. Weights are read once from memory: a block of rows that fits the
 //! second-level cache is multiplied with all tokens before the next block.
 //!
+//! Of a matrix in 4 bits each block of rows is dequantised to bf16 first, by the thread that multiplies it.
+//!
 //! Every sum is taken in the same order whatever the tile, so a token's result does not depend on
 //! what else is in the step.
 
@@ -20,7 +22,10 @@ use half::bf16;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
+use std::cell::RefCell;
+
 use super::simd::dispatch;
+use crate::QuantizedMatrix;
 
 /// Bytes of weights in one task: a few microseconds of reading, and half of a small second-level
 /// cache.
@@ -33,6 +38,28 @@ const ROW_QUANTUM: usize = 24;
 const SLAB_ELEMENTS: usize = 1 << 20;
 /// Below this many elements a copy is not worth sharing among threads.
 const PARALLEL_COPY: usize = 1 << 14;
+
+/// A weight matrix `[rows, cols]`.
+#[derive(Clone, Copy)]
+pub(crate) enum Matrix<'a> {
+    /// Row-major.
+    Bf16(&'a [bf16]),
+    FourBit(&'a QuantizedMatrix),
+}
+
+impl Matrix<'_> {
+    fn n_rows(&self, cols: usize) -> usize {
+        match self {
+            Self::Bf16(data) => data.len() / cols,
+            Self::FourBit(matrix) => matrix.rows(),
+        }
+    }
+}
+
+thread_local! {
+    /// The rows that a thread has dequantised last.
+    static DEQUANTIZED: RefCell<Vec<bf16>> = const { RefCell::new(Vec::new()) };
+}
 
 /// Rows of f32, each stored as its even elements followed by its odd ones.
 #[derive(Debug, Default)]
@@ -83,9 +110,9 @@ impl SplitRows {
 /// Computes `out[t, ..] = [w₀ x_t, w₁ x_t, …]` for all rows of `x`, the matrices' outputs side by
 /// side. `matrices` are `[rows, cols]` row-major with `cols` as in `x`; `scratch` keeps its size
 /// from call to call.
-pub(crate) fn matmul(matrices: &[&[bf16]], x: &SplitRows, scratch: &mut Vec<f32>, out: &mut [f32]) {
+pub(crate) fn matmul(matrices: &[Matrix<'_>], x: &SplitRows, scratch: &mut Vec<f32>, out: &mut [f32]) {
     let tokens = x.n_rows();
-    let total_rows = matrices.iter().map(|m| m.len() / x.cols).sum::<usize>();
+    let total_rows = matrices.iter().map(|m| m.n_rows(x.cols)).sum::<usize>();
     debug_assert_eq!(out.len(), tokens * total_rows);
     let block_rows = (BLOCK_BYTES / (2 * x.cols) / ROW_QUANTUM).max(1) * ROW_QUANTUM;
     if tokens == 1 {
@@ -120,21 +147,30 @@ pub(crate) fn matmul(matrices: &[&[bf16]], x: &SplitRows, scratch: &mut Vec<f32>
 }
 
 /// Rows `first..` of the stacked matrices times all tokens: `out` is `[tokens, rows of the block]`.
-fn multiply_block(matrices: &[&[bf16]], x: &SplitRows, first: usize, out: &mut [f32]) {
+fn multiply_block(matrices: &[Matrix<'_>], x: &SplitRows, first: usize, out: &mut [f32]) {
     let rows = out.len() / x.n_rows();
     let (mut first, mut done) = (first, 0);
     for matrix in matrices {
-        let matrix_rows = matrix.len() / x.cols;
+        let matrix_rows = matrix.n_rows(x.cols);
         if first < matrix_rows && done < rows {
             let n = (matrix_rows - first).min(rows - done);
-            let weights = &matrix[first * x.cols..(first + n) * x.cols];
-            dispatch(Block {
-                weights: bytemuck::cast_slice(weights),
-                x,
-                out,
-                stride: rows,
-                column: done,
-            });
+            let mut multiply = |weights: &[bf16]| {
+                dispatch(Block {
+                    weights: bytemuck::cast_slice(weights),
+                    x,
+                    out,
+                    stride: rows,
+                    column: done,
+                });
+            };
+            match matrix {
+                Matrix::Bf16(data) => multiply(&data[first * x.cols..(first + n) * x.cols]),
+                Matrix::FourBit(matrix) => DEQUANTIZED.with_borrow_mut(|weights| {
+                    weights.resize(n * x.cols, bf16::ZERO);
+                    matrix.fill(first * x.cols, weights);
+                    multiply(weights);
+                }),
+            }
             done += n;
             first = 0;
         } else {
@@ -338,7 +374,12 @@ mod tests {
     }
 
     fn product(matrices: &[&[bf16]], x: &[f32], cols: usize) -> Vec<f32> {
-        let rows: usize = matrices.iter().map(|m| m.len() / cols).sum();
+        let matrices: Vec<_> = matrices.iter().map(|m| Matrix::Bf16(m)).collect();
+        product_of(&matrices, x, cols)
+    }
+
+    fn product_of(matrices: &[Matrix<'_>], x: &[f32], cols: usize) -> Vec<f32> {
+        let rows: usize = matrices.iter().map(|m| m.n_rows(cols)).sum();
         let mut split = SplitRows::default();
         split.set(x, cols);
         let mut out = vec![f32::NAN; x.len() / cols * rows];
@@ -371,6 +412,25 @@ mod tests {
             for (got, (exact, size)) in product(&matrices, &x, cols).into_iter().zip(oracle(&matrices, &x, cols)) {
                 prop_assert!((f64::from(got) - exact).abs() <= 1e-6 * size + 1e-30, "{got} for {exact}");
             }
+        }
+
+        #[test]
+        fn matrices_in_4_bits_multiply_as_their_bf16_values_do(
+            half_cols in 1usize..150, rows in prop::collection::vec(1usize..200, 1..4), tokens in 1usize..6, seed: u64,
+        ) {
+            let cols = 2 * half_cols;
+            let quantized: Vec<_> = rows.iter().enumerate().map(|(i, &n)| {
+                let data = random::matrix(seed, &i.to_string(), n * cols);
+                QuantizedMatrix::quantize(n, cols, &data, crate::QuantType::Nf4, seed % 2 == 0).unwrap()
+            }).collect();
+            let values: Vec<_> = quantized.iter().map(QuantizedMatrix::dequantize).collect();
+            // One of them in bf16, as in checkpoints that keep some modules so.
+            let mixed = quantized.iter().zip(&values).enumerate().map(|(i, (q, v))| {
+                if i == 1 { Matrix::Bf16(v) } else { Matrix::FourBit(q) }
+            });
+            let x = activations(seed, tokens * cols);
+            let plain: Vec<_> = values.iter().map(Vec::as_slice).collect();
+            prop_assert_eq!(product_of(&mixed.collect::<Vec<_>>(), &x, cols), product(&plain, &x, cols));
         }
 
         #[test]

@@ -1,4 +1,4 @@
-//! The model on the processor: weights in bf16 where they lie, everything else in f32.
+//! The model on the processor: weights in bf16 where they lie, or in 4 bits, and everything else in f32.
 
 mod attention;
 mod elementwise;
@@ -24,7 +24,7 @@ use crate::{
 };
 use attention::Attention;
 use elementwise::{add, for_rows, norm_rope, rms_norm, silu_mul, widen};
-use matmul::{SplitRows, matmul};
+use matmul::{Matrix, SplitRows, matmul};
 use runtime_update::{Columns, RuntimeUpdate};
 
 /// How a model is set up on the CPU.
@@ -332,7 +332,7 @@ impl Backend for CpuBackend {
         let (store, runtime) = (&self.store, &self.runtime);
         let part = |i: usize| match matrix.parts().get(i) {
             Some(projection) => served(store, runtime, module_index(layer, *projection)),
-            None => &[],
+            None => Matrix::Bf16(&[]),
         };
         split.set(input, cols);
         matmul(&[part(0), part(1), part(2)], split, scratch, output);
@@ -466,11 +466,9 @@ impl Backend for CpuBackend {
             MergeMode::Merged => active,
             MergeMode::Unmerged => {
                 for (module, (slot, update)) in runtime.iter_mut().zip(resolved.updates()).enumerate() {
-                    let base = self.store.source().slice(module).unwrap_or_default();
-                    *slot = update
-                        .as_ref()
-                        .map(|update| RuntimeUpdate::new(update, base))
-                        .transpose()?;
+                    if let (Some(update), Some(base)) = (update, self.weights().module(module)) {
+                        *slot = Some(RuntimeUpdate::new(update, base)?);
+                    }
                 }
                 &[]
             }
@@ -516,7 +514,7 @@ impl Backend for CpuBackend {
         let this = &*self;
         digest(&self.config, |parameter| {
             Ok(match parameter {
-                Parameter::Weight(module) => this.matrix(this.store.source().slice(module)),
+                Parameter::Weight(module) => this.matrix(module, this.store.source().slice(module)),
                 other => this.other_parameter(other),
             })
         })
@@ -526,7 +524,7 @@ impl Backend for CpuBackend {
         let this = &*self;
         digest(&self.config, |parameter| {
             Ok(match parameter {
-                Parameter::Weight(module) => this.matrix(this.store.weight(module)),
+                Parameter::Weight(module) => this.matrix(module, this.store.weight(module)),
                 Parameter::Bias(module) => match this.store.bias(module) {
                     Some(bias) => Values::Bias(Cow::Borrowed(bias)),
                     None => Values::Absent,
@@ -553,12 +551,14 @@ impl CpuBackend {
         }
     }
 
-    /// A module's matrix, unless it is the embedding itself.
-    fn matrix<'a>(&'a self, data: Option<&'a [bf16]>) -> Values<'a> {
+    /// A module's matrix, unless it is the embedding itself; one in 4 bits counts with its bf16 values.
+    fn matrix<'a>(&'a self, module: usize, data: Option<&'a [bf16]>) -> Values<'a> {
         let embedding = self.weights().embed_tokens.data();
-        match data {
-            Some(data) if !std::ptr::eq(data, embedding) => Values::Matrix(Cow::Borrowed(data)),
-            _ => Values::Absent,
+        match (data, self.weights().module(module)) {
+            (Some(data), _) if std::ptr::eq(data, embedding) => Values::Absent,
+            (Some(data), _) => Values::Matrix(Cow::Borrowed(data)),
+            (None, Some(matrix)) => Values::Matrix(matrix.to_bf16()),
+            (None, None) => Values::Absent,
         }
     }
 }
@@ -568,11 +568,16 @@ fn served<'a>(
     store: &'a MergedStore<PristineWeights>,
     runtime: &'a [Option<RuntimeUpdate>],
     module: usize,
-) -> &'a [bf16] {
+) -> Matrix<'a> {
     let replacement = runtime[module]
         .as_ref()
         .and_then(|update| update.replacement.as_deref());
-    replacement.or_else(|| store.weight(module)).unwrap_or_default()
+    let base = store.source().weights().module(module);
+    match (replacement, base.and_then(|matrix| matrix.quantized())) {
+        (Some(replacement), _) => Matrix::Bf16(replacement),
+        (None, Some(quantized)) => Matrix::FourBit(quantized),
+        (None, None) => Matrix::Bf16(store.weight(module).unwrap_or_default()),
+    }
 }
 
 /// Adds to a module's product what its matrix does not hold: biases, and adapters at run time.

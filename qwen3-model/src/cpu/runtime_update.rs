@@ -4,7 +4,7 @@ use half::bf16;
 use lora_merge::{ModuleUpdate, UnmergedUpdate};
 
 use super::elementwise::{add, for_rows, multiply, multiply_add};
-use crate::Result;
+use crate::{Result, WeightMatrix};
 
 /// Where a module's outputs lie in rows of a fused product.
 #[derive(Clone, Copy)]
@@ -23,13 +23,16 @@ pub(super) struct RuntimeUpdate {
 }
 
 impl RuntimeUpdate {
-    pub(super) fn new(update: &ModuleUpdate, base: &[bf16]) -> Result<Self> {
+    pub(super) fn new(update: &ModuleUpdate, base: &WeightMatrix) -> Result<Self> {
+        // Only DoRA's norms need the base's values.
+        let dora = update.terms().iter().any(|term| term.magnitude.is_some());
+        let base = dora.then(|| base.to_bf16());
         let replacement = update
             .replacement()
             .map(|w| w.iter().copied().map(bf16::from_f32).collect());
         Ok(Self {
             replacement,
-            low_rank: update.unmerged(Some(base))?,
+            low_rank: update.unmerged(base.as_deref())?,
             bias: update.bias(None)?,
         })
     }
