@@ -303,7 +303,8 @@ fn refuse_other_quantization(fields: &Fields<'_>) -> Result<()> {
     match quantization.string("quant_method")? {
         Some("bitsandbytes") => {}
         Some(other) => {
-            let problem = format!("is {other:?}; of quantised weights, those of bitsandbytes in 4 bits can be read");
+            let problem =
+                format!("is {other:?}; of quantised weights, those of bitsandbytes in 4 bits can be read");
             return Err(quantization.error("quant_method", problem));
         }
         None => return Err(quantization.error("quant_method", "is missing, expected \"bitsandbytes\"")),

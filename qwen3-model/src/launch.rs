@@ -14,6 +14,12 @@ use cuda_graphs::{
 };
 use half::bf16;
 
+mod four_bit;
+mod unmerged;
+
+pub use four_bit::{FOUR_BIT_BLOCK, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
+pub use unmerged::{MAX_PARTS, PartUpdate, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables};
+
 use crate::{Error, Qwen3Config, Result};
 
 /// Largest `hidden_size`: eight vectors of four per thread of the norm.
@@ -77,7 +83,13 @@ fn common_specs() -> [KernelSpec; 4] {
 pub fn kernel_specs() -> Vec<KernelSpec> {
     let norms = NORM_VECTORS.into_iter().map(norm_spec);
     let ropes = HEAD_DIMS.into_iter().map(rope_spec);
-    common_specs().into_iter().chain(norms).chain(ropes).collect()
+    let others = four_bit::specs().into_iter().chain(unmerged::specs());
+    common_specs()
+        .into_iter()
+        .chain(norms)
+        .chain(ropes)
+        .chain(others)
+        .collect()
 }
 
 /// The kernels for one model, loaded on one device.

@@ -10,8 +10,8 @@ use common::*;
 use half::bf16;
 use lora_merge::{ActiveAdapter, Adapter};
 use qwen3_model::{
-    Backend, CpuBackend, GenerationConfig, MergeMode, Model, Projection, QuantType, QuantizeOptions, Qwen3Config,
-    Weights, quantize_folder,
+    Backend, CpuBackend, GenerationConfig, MergeMode, Model, Projection, QuantType, QuantizeOptions,
+    Qwen3Config, Weights, quantize_folder,
 };
 use safetensors::SafeTensors;
 
@@ -156,7 +156,10 @@ fn every_kind_of_adapter_applies_as_to_the_dequantised_model() {
         assert_eq!(run(&mut model), run(&mut dequantized), "{name}");
         // What cannot be merged into 4 bits can be into the bf16 copy.
         dequantized.set_adapters(&active, MergeMode::Merged).unwrap();
-        assert!(max_difference(&run(&mut model), &run(&mut dequantized)) < 0.1, "{name}");
+        assert!(
+            max_difference(&run(&mut model), &run(&mut dequantized)) < 0.1,
+            "{name}"
+        );
     }
 }
 
@@ -165,8 +168,16 @@ fn merging_is_refused_with_the_reason_and_changes_nothing() {
     let mut model = load();
     let version = model.set_adapters(&mult(), MergeMode::Unmerged).unwrap().version;
     let base = model.backend_mut().base_sha256().unwrap();
-    let error = model.set_adapters(&mult(), MergeMode::Merged).unwrap_err().to_string();
-    for word in ["model.layers.0.self_attn.q_proj", "4 bits", "run time", "dequantise"] {
+    let error = model
+        .set_adapters(&mult(), MergeMode::Merged)
+        .unwrap_err()
+        .to_string();
+    for word in [
+        "model.layers.0.self_attn.q_proj",
+        "4 bits",
+        "run time",
+        "dequantise",
+    ] {
         assert!(error.contains(word), "{error:?} does not say {word:?}");
     }
     assert_eq!(model.backend().version(), version);
@@ -209,10 +220,7 @@ fn quantising_the_bf16_model_gives_bitsandbytes_file() {
     let report = quantize_folder(&model_dir(), &to, &QuantizeOptions::default()).unwrap();
     assert_eq!((report.quantized_modules, report.kept_modules), (28, 0));
     let (ours, golden) = (tensors(&to), tensors(&nf4_dir()));
-    assert_eq!(
-        ours.keys().collect::<Vec<_>>(),
-        golden.keys().collect::<Vec<_>>()
-    );
+    assert_eq!(ours.keys().collect::<Vec<_>>(), golden.keys().collect::<Vec<_>>());
     for (name, golden) in &golden {
         assert!(ours[name] == *golden, "{name} differs");
     }
@@ -281,12 +289,13 @@ fn every_option_writes_a_folder_that_is_read_back() {
                     let expected = full.quantize(quant_type, double_quant).unwrap();
                     assert_eq!(ours.to_bf16(), expected.to_bf16());
                     // No value is farther off than half the widest gap between values, and the error of the scale.
-                    let gap = 0.5 * if quant_type == QuantType::Fp4 { 1.0 / 3.0 } else { 0.31 } + 0.01;
-                    for (a, b) in ours
-                        .to_bf16()
-                        .chunks(64)
-                        .zip(full.data().chunks(64))
-                    {
+                    let gap =
+                        0.5 * if quant_type == QuantType::Fp4 {
+                            1.0 / 3.0
+                        } else {
+                            0.31
+                        } + 0.01;
+                    for (a, b) in ours.to_bf16().chunks(64).zip(full.data().chunks(64)) {
                         let max = b.iter().fold(0.0f32, |m, x| m.max(x.to_f32().abs()));
                         let far = |(a, b): (&bf16, &bf16)| (a.to_f32() - b.to_f32()).abs() > gap * max + 1e-3;
                         assert!(!a.iter().zip(b).any(far), "{}", ours.name());
@@ -307,7 +316,9 @@ fn what_cannot_be_quantised_is_refused_before_anything_is_written() {
     let to = source.path().join("to");
     let refused = |from: &Path, to: &Path, skip: &str, word: &str| {
         let mut options = QuantizeOptions::default();
-        options.skip_modules.extend((!skip.is_empty()).then(|| skip.to_owned()));
+        options
+            .skip_modules
+            .extend((!skip.is_empty()).then(|| skip.to_owned()));
         let error = quantize_folder(from, to, &options).unwrap_err().to_string();
         assert!(error.contains(word), "{error}");
         assert!(!to.join("model.safetensors").exists() || to == from);
@@ -318,10 +329,18 @@ fn what_cannot_be_quantised_is_refused_before_anything_is_written() {
     refused(source.path(), source.path(), "", "holds files already");
     refused(&source.path().join("nowhere"), &to, "", "nowhere");
     let mut broken = Folder::new();
-    let tensor = broken.tensors.get_mut("model.layers.1.mlp.up_proj.weight").unwrap();
+    let tensor = broken
+        .tensors
+        .get_mut("model.layers.1.mlp.up_proj.weight")
+        .unwrap();
     tensor.bytes[2..4].copy_from_slice(&bf16::NAN.to_le_bytes());
     let dir = tempfile::tempdir().unwrap();
     broken.write(dir.path());
-    refused(dir.path(), &to, "", "element 1 of `model.layers.1.mlp.up_proj.weight`");
+    refused(
+        dir.path(),
+        &to,
+        "",
+        "element 1 of `model.layers.1.mlp.up_proj.weight`",
+    );
     assert!(!to.exists());
 }

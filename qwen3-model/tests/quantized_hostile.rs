@@ -95,10 +95,12 @@ fn states_that_lie_are_refused() {
         ("nested_dtype", json!("float16"), &["`nested_dtype`"]),
         ("nested_offset", json!("zero"), &["`nested_offset`"]),
         ("nested_offset", json!(1e300), &["`nested_offset`"]),
-        ("nested_offset", json!(3e38), &["block 0", "not finite"]),
+        ("nested_offset", json!(3.4e38), &["block 0", "not finite"]),
     ];
     for (field, value, words) in table {
-        refused(words, |folder| folder.state(|state| state[*field] = value.clone()));
+        refused(words, |folder| {
+            folder.state(|state| state[*field] = value.clone())
+        });
     }
     for text in ["", "{", "[]", "null", "{\"quant_type\": NaN}"] {
         refused(&["quant_state"], |folder| {
@@ -172,7 +174,10 @@ fn whatever_type_the_nibbles_are_stored_under_they_are_the_same() {
         let open = |folder: &Quantised| {
             let config = Qwen3Config::from_dir(&folder.path()).unwrap();
             let weights = Weights::open(&folder.path(), &config).unwrap();
-            weights.layers[1].projection(qwen3_model::Projection::Gate).to_bf16().into_owned()
+            weights.layers[1]
+                .projection(qwen3_model::Projection::Gate)
+                .to_bf16()
+                .into_owned()
         };
         let before = open(&folder);
         for (dtype, width) in [(Dtype::BF16, 2), (Dtype::F32, 4), (Dtype::I8, 1)] {
@@ -190,9 +195,21 @@ fn configurations_of_other_methods_are_refused_by_field() {
     let path = folder.path().join("config.json");
     let good: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     for (field, value, words) in [
-        ("quant_method", json!("awq"), ["quantization_config.quant_method", "awq"]),
-        ("quant_method", Value::Null, ["quantization_config.quant_method", "missing"]),
-        ("load_in_8bit", json!(true), ["quantization_config.load_in_8bit", "4 bits"]),
+        (
+            "quant_method",
+            json!("awq"),
+            ["quantization_config.quant_method", "awq"],
+        ),
+        (
+            "quant_method",
+            Value::Null,
+            ["quantization_config.quant_method", "missing"],
+        ),
+        (
+            "load_in_8bit",
+            json!(true),
+            ["quantization_config.load_in_8bit", "4 bits"],
+        ),
     ] {
         let mut config = good.clone();
         config["quantization_config"][field] = value;

@@ -150,6 +150,11 @@ impl AdapterSet {
             .collect::<Result<_, _>>()?;
         Ok(Self { mode, served })
     }
+
+    /// How these adapters will be applied.
+    pub(crate) fn set_mode(&mut self, mode: MergeMode) {
+        self.mode = mode;
+    }
 }
 
 /// What a change of policy did.

@@ -34,7 +34,8 @@ pub struct EngineBuilder {
     device: DeviceChoice,
     settings: RunnerSettings,
     adapters: Vec<(PathBuf, f32)>,
-    merge_mode: MergeMode,
+    /// `None`: merged where that can be, at run time for a model in 4 bits.
+    merge_mode: Option<MergeMode>,
     seed: u64,
     prefix_cache: bool,
 }
@@ -50,6 +51,8 @@ pub(crate) struct RunnerSettings {
     pub(crate) pristine: PristineCopy,
     /// Only runners whose results do not depend on the batch.
     pub(crate) batch_invariant: bool,
+    /// Weights in 4 bits become bf16 ones when they are loaded.
+    pub(crate) dequantize: bool,
 }
 
 /// An engine with what there is to say about how it was built.
@@ -161,10 +164,19 @@ impl EngineBuilder {
         self
     }
 
-    /// Whether adapters are merged into the weights or applied at run time. Default: merged.
+    /// Whether adapters are merged into the weights or applied at run time. Default: merged, or at run time for a model in
+    /// 4 bits, whose weights cannot be merged into.
     #[must_use]
     pub fn merge_mode(mut self, mode: MergeMode) -> Self {
-        self.merge_mode = mode;
+        self.merge_mode = Some(mode);
+        self
+    }
+
+    /// Whether the weights of a model in 4 bits become bf16 when they are loaded: four times the memory, and adapters can
+    /// be merged. Without effect on other models. Default: false.
+    #[must_use]
+    pub fn dequantize(mut self, on: bool) -> Self {
+        self.settings.dequantize = on;
         self
     }
 
@@ -222,11 +234,18 @@ impl EngineBuilder {
         let text = TextPipeline::from_dir(&dir)?.map(Arc::new);
         // Adapters before weights: a mistake in them shows before a large model is loaded.
         let sources = self.adapters.into_iter();
-        let adapters = AdapterSet::read(
-            self.merge_mode,
+        let mut adapters = AdapterSet::read(
+            self.merge_mode.unwrap_or_default(),
             sources.map(|(dir, weight)| (AdapterSource::from(dir), weight)),
         )?;
-        let OpenedDevice { runner, notice } = device::open(self.device, &dir, &config, &self.settings)?;
+        let OpenedDevice {
+            runner,
+            notice,
+            quantized,
+        } = device::open(self.device, &dir, &config, &self.settings)?;
+        if quantized && self.merge_mode.is_none() {
+            adapters.set_mode(MergeMode::Unmerged);
+        }
         let mut engine = Engine::with_runner(runner, eos_token_ids, text)?;
         engine.set_seed(self.seed);
         let policy = engine.serve_first(adapters)?;

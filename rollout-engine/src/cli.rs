@@ -11,6 +11,7 @@ mod metrics;
 mod output;
 mod plot;
 mod progress;
+mod quantize;
 mod telemetry;
 mod trace;
 mod verify_no_drift;
@@ -100,6 +101,7 @@ fn run_command(cli: &args::Cli) -> Result<(), CliError> {
         args::Command::Bench(args) => bench::run(args),
         args::Command::VerifyNoDrift(args) => verify_no_drift::run(args),
         args::Command::Plot(args) => plot::run(args),
+        args::Command::Quantize(args) => quantize::run(args),
         args::Command::Inspect(args) => inspect::run(args),
     };
     // The run's own error says more than the trace's.

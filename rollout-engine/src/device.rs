@@ -70,6 +70,19 @@ pub(crate) struct OpenedDevice {
     pub(crate) runner: Box<dyn Runner + Send>,
     /// One line, if `auto` could not use a GPU.
     pub(crate) notice: Option<String>,
+    /// Whether weights are in 4 bits.
+    pub(crate) quantized: bool,
+}
+
+/// A runner, and whether its weights are in 4 bits.
+type Opened = (Box<dyn Runner + Send>, bool);
+
+fn open_weights(model_dir: &Path, config: &Qwen3Config, settings: &RunnerSettings) -> Result<Weights, Error> {
+    let weights = Weights::open(model_dir, config)?;
+    Ok(match settings.dequantize {
+        true => weights.dequantized(),
+        false => weights,
+    })
 }
 
 /// Loads the model of a folder onto the chosen device.
@@ -79,26 +92,26 @@ pub(crate) fn open(
     config: &Qwen3Config,
     settings: &RunnerSettings,
 ) -> Result<OpenedDevice, Error> {
-    let opened = |runner| OpenedDevice { runner, notice: None };
+    let opened = |(runner, quantized): Opened| OpenedDevice {
+        runner,
+        notice: None,
+        quantized,
+    };
     match choice {
         DeviceChoice::Cpu => open_cpu(model_dir, config, settings).map(opened),
         DeviceChoice::Cuda(ordinal) => open_cuda(ordinal, model_dir, config, settings).map(opened),
         DeviceChoice::Auto => match open_cuda(0, model_dir, config, settings) {
             Ok(runner) => Ok(opened(runner)),
             Err(Error::DeviceUnavailable { reason, .. }) => Ok(OpenedDevice {
-                runner: open_cpu(model_dir, config, settings)?,
                 notice: Some(format!("using the CPU: {reason}")),
+                ..opened(open_cpu(model_dir, config, settings)?)
             }),
             Err(other) => Err(other),
         },
     }
 }
 
-fn open_cpu(
-    model_dir: &Path,
-    config: &Qwen3Config,
-    settings: &RunnerSettings,
-) -> Result<Box<dyn Runner + Send>, Error> {
+fn open_cpu(model_dir: &Path, config: &Qwen3Config, settings: &RunnerSettings) -> Result<Opened, Error> {
     let kv_dtype = settings.kv_dtype.unwrap_or(KvDtype::F32);
     let layout = KvLayout {
         n_layers: config.n_layers,
@@ -116,7 +129,8 @@ fn open_cpu(
     options.n_pages = shape.n_pages;
     options.page_size = shape.page_size;
     options.max_tokens = shape.max_prefill_tokens + shape.max_batch_size;
-    let weights = Weights::open(model_dir, config)?;
+    let weights = open_weights(model_dir, config, settings)?;
+    let quantized = weights.is_quantized();
     let backend = CpuBackend::new(config.clone(), weights, &options)?;
     let memory = RunnerMemory {
         weight_bytes: backend.weights().bytes(),
@@ -124,12 +138,8 @@ fn open_cpu(
         kv_bytes: backend.kv_layout().bytes()?,
     };
     let device = format!("cpu ({} threads)", rayon::current_num_threads());
-    Ok(Box::new(ModelRunner::new(
-        Model::new(backend),
-        shape,
-        device,
-        memory,
-    )))
+    let runner = ModelRunner::new(Model::new(backend), shape, device, memory);
+    Ok((Box::new(runner), quantized))
 }
 
 #[cfg(feature = "cuda")]
@@ -138,7 +148,7 @@ fn open_cuda(
     model_dir: &Path,
     config: &Qwen3Config,
     settings: &RunnerSettings,
-) -> Result<Box<dyn Runner + Send>, Error> {
+) -> Result<Opened, Error> {
     use crate::cuda_runner::{CudaRunner, CudaSettings};
     use qwen3_model::cuda::WeightSource;
 
@@ -158,14 +168,14 @@ fn open_cuda(
             advice: "the cache on a GPU is bf16".into(),
         });
     }
-    let weights = Weights::open(model_dir, config)?;
+    let weights = open_weights(model_dir, config, settings)?;
     let cuda = CudaSettings {
         ordinal,
         capture: !settings.eager,
         pristine: settings.pristine,
     };
     let runner = CudaRunner::open(config, WeightSource::Given(&weights), &settings.pool, &cuda)?;
-    Ok(Box::new(runner))
+    Ok((Box::new(runner), weights.is_quantized()))
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -174,7 +184,7 @@ fn open_cuda(
     _model_dir: &Path,
     _config: &Qwen3Config,
     _settings: &RunnerSettings,
-) -> Result<Box<dyn Runner + Send>, Error> {
+) -> Result<Opened, Error> {
     Err(Error::DeviceUnavailable {
         device: DeviceChoice::Cuda(ordinal).to_string(),
         reason: "this build has no CUDA support".into(),

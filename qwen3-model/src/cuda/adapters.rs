@@ -25,8 +25,9 @@ use lora_merge::{
 
 use super::CudaBackend;
 use super::weights::{DeviceWeights, projection_rows};
-use crate::adapters::base_policy;
+use crate::adapters::{IN_FOUR_BITS, base_policy};
 use crate::digest::{Parameter, Values, digest};
+use crate::launch::FourBitBuffer;
 use crate::{
     AdapterReport, Error, MergeMode, PristineCopy, Projection, Qwen3Config, Result, Weights, modules,
 };
@@ -277,18 +278,54 @@ impl CudaBackend {
         self.adapters.version
     }
 
+    pub(super) fn set_policy_version(&mut self, version: PolicyVersion) {
+        self.adapters.version = version;
+    }
+
+    pub(super) fn compiler(&self) -> &Compiler {
+        &self.adapters.compiler
+    }
+
+    /// Whether any served weight holds an adapter.
+    pub(super) fn adapters_are_merged(&self) -> bool {
+        !self.adapters.differs.is_empty()
+    }
+
+    /// The fused matrix in 4 bits that a module is part of, and its rows.
+    fn four_bit_module(&self, module: usize) -> Option<(&FourBitBuffer, std::ops::Range<usize>)> {
+        let n = Projection::ALL.len();
+        let layer = self.weights.layers.get(module / n)?;
+        let projection = Projection::ALL[module % n];
+        let matrix = layer.four_bit(projection.fused())?;
+        Some((matrix, projection_rows(&self.config, projection)))
+    }
+
+    /// The pristine values of a module, `[out, in]`; of one in 4 bits, dequantised.
+    pub(super) fn base_values(&self, module: usize) -> Result<Vec<bf16>> {
+        if let (Some((matrix, rows)), Some(four_bit)) = (self.four_bit_module(module), &self.four_bit) {
+            let values = four_bit.dequantized(&self.stream, matrix)?;
+            let values = values.slice(rows.start * matrix.cols()..rows.end * matrix.cols())?;
+            return Ok(self.stream.download(values)?);
+        }
+        Ok(match self.adapters.pristine.get(&module) {
+            Some(Pristine::Device(copy)) => self.stream.download(copy)?,
+            Some(Pristine::Pinned(copy)) => copy.to_vec(),
+            Some(Pristine::File) => {
+                let matrix = self.adapters.file.as_ref().and_then(|w| w.module(module));
+                matrix.map_or(Vec::new(), |m| m.data().to_vec())
+            }
+            None => self
+                .stream
+                .download(served(&self.weights, &self.config, module)?)?,
+        })
+    }
+
     pub(super) fn merge_adapters(
         &mut self,
         active: &[ActiveAdapter],
         mode: MergeMode,
     ) -> Result<AdapterReport> {
         let start = Instant::now();
-        if mode == MergeMode::Unmerged {
-            return Err(Error::AdapterMode {
-                backend: "CUDA",
-                mode,
-            });
-        }
         self.adapters.step(RefreshStep::Resolve)?;
         let specs = modules(&self.config);
         let resolved = resolve(active, &specs)?;
@@ -308,6 +345,9 @@ impl CudaBackend {
                 }
                 .into())
             };
+            if self.four_bit_module(module).is_some() {
+                return refuse("merge", IN_FOUR_BITS);
+            }
             if update.touches_bias() {
                 return refuse("lora_bias", "biases are not added on a GPU so far; use the CPU");
             }
@@ -374,6 +414,7 @@ impl CudaBackend {
         };
         self.adapters.groups = groups;
         self.adapters.differs = differs;
+        self.drop_unmerged()?;
         self.adapters.version = PolicyVersion {
             number: self.adapters.version.number + 1,
             sha256,
@@ -481,6 +522,7 @@ impl CudaBackend {
             Parameter::Weight(module) if module == n_projections && weights.is_tied() => Ok(Values::Absent),
             Parameter::Weight(module) => {
                 let values = match self.adapters.pristine.get(&module) {
+                    _ if self.four_bit_module(module).is_some() => self.base_values(module)?,
                     Some(Pristine::Device(copy)) if !as_served => stream.download(copy)?,
                     Some(Pristine::Pinned(copy)) if !as_served => copy.to_vec(),
                     Some(Pristine::File) if !as_served => {

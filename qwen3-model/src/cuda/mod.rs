@@ -23,11 +23,13 @@
 
 mod adapters;
 mod attention;
+mod four_bit;
 mod inputs;
 mod operations;
 mod profile;
 mod results;
 mod staging;
+mod unmerged;
 mod verify;
 mod weights;
 mod workspace;
@@ -44,13 +46,15 @@ pub use inputs::DecodeRow;
 pub use profile::{Stage, StageTime};
 pub use results::{Pending, SampledToken};
 
-use crate::launch::Kernels;
-use crate::{Backend, Error, Projection, Qwen3Config, Result, StepPlan, Weights, walk};
+use crate::launch::{FourBitKernels, Kernels};
+use crate::{Backend, Error, Projection, QuantType, Qwen3Config, Result, StepPlan, Weights, walk};
 use adapters::Adapters;
 use attention::Attention;
+use four_bit::FourBit;
 use inputs::{DecodeInputs, PackedInputs, Sampled, SampledBy};
 use results::Results;
 use staging::Staging;
+use unmerged::UnmergedAdapters;
 use weights::{DeviceWeights, projection_rows};
 use workspace::Workspace;
 
@@ -136,6 +140,8 @@ pub enum WeightSource<'a> {
     Given(&'a Weights),
     /// Those of [`Weights::random`] for the seed, drawn on the device.
     Random(u64),
+    /// The same, with the projections of all layers in 4 bits, without double quantisation.
+    RandomQuantized(u64, QuantType),
 }
 
 /// The rows that operations of the layer walk work on.
@@ -159,7 +165,11 @@ pub struct CudaBackend {
     matmul: Matmul,
     attention: Attention,
     weights: DeviceWeights,
+    /// With a matrix in 4 bits only.
+    four_bit: Option<FourBit>,
     adapters: Adapters,
+    /// Adapters beside the weights; `None` while they are merged.
+    unmerged: Option<UnmergedAdapters>,
     cos_sin: DeviceBuffer<f32>,
     cache: CudaKvCache,
     mirror: PageTableMirror,
@@ -210,13 +220,19 @@ impl CudaBackend {
             compiler,
             match weights {
                 WeightSource::Given(weights) => Some(weights),
-                WeightSource::Random(_) => None,
+                WeightSource::Random(_) | WeightSource::RandomQuantized(..) => None,
             },
         );
         let weights = match weights {
             WeightSource::Given(weights) => DeviceWeights::upload(&stream, &config, weights)?,
-            WeightSource::Random(seed) => DeviceWeights::random(&stream, &kernels, &config, seed)?,
+            WeightSource::Random(seed) => DeviceWeights::random(&stream, &kernels, &config, seed, None)?,
+            WeightSource::RandomQuantized(seed, quant_type) => {
+                let four_bit = FourBitKernels::load(compiler, device)?;
+                let quantized = Some((&four_bit, quant_type));
+                DeviceWeights::random(&stream, &kernels, &config, seed, quantized)?
+            }
         };
+        let four_bit = FourBit::for_weights(&stream, compiler, &config, &weights)?;
         let cache = CudaKvCache::new(device, compiler, layout)?;
         let table = options.page_table();
         let buckets = BucketSet::new(options.max_batch_size)?;
@@ -244,7 +260,9 @@ impl CudaBackend {
             matmul,
             attention,
             weights,
+            four_bit,
             adapters,
+            unmerged: None,
             cache,
             buckets,
         };
@@ -280,7 +298,7 @@ impl CudaBackend {
     /// never changes. What is written here counts for the work given to [`stream`](Self::stream) afterwards.
     ///
     /// # Errors
-    /// [`Error::Option`] for a layer that is not there; [`Error::Cuda`]. Panics: none.
+    /// [`Error::Option`] for a layer that is not there; [`Error::Cuda`], also for a matrix in 4 bits. Panics: none.
     pub fn projection(&self, layer: usize, projection: Projection) -> Result<DeviceSlice<'_, bf16>> {
         let layers = self.weights.layers.len();
         let Some(weights) = self.weights.layers.get(layer) else {

@@ -14,7 +14,7 @@ use crate::launch::{Greedy, QkvRopeWrite, RmsNorm, TokenSource};
 use crate::{AdapterReport, Backend, Error, FusedMatrix, MergeMode, Norm, Qwen3Config, Result, StepPlan};
 
 impl CudaBackend {
-    fn n_rows(&self) -> usize {
+    pub(super) fn n_rows(&self) -> usize {
         match self.rows {
             Rows::Packed { tokens, .. } => tokens,
             Rows::Decode { bucket } => bucket,
@@ -51,9 +51,9 @@ impl CudaBackend {
             n: vocab,
             k: hidden,
         };
-        Ok(self
-            .matmul
-            .multiply(dims, out, self.weights.head(), w.logits.slice(..n * vocab)?, None)?)
+        self.matmul
+            .multiply(dims, out, self.weights.head(), w.logits.slice(..n * vocab)?, None)?;
+        self.add_unmerged_head(from..to)
     }
 
     /// Arg-max, log-probability and the next step's state of the first `rows` rows of logits.
@@ -183,6 +183,9 @@ impl Backend for CudaBackend {
         if self.skips(Stage::of(matrix)) {
             return Ok(());
         }
+        if self.project_four_bit(layer, matrix)? {
+            return self.add_unmerged(layer, matrix);
+        }
         let m = self.n_rows();
         let [n, k] = fused_shape(&self.config, matrix);
         let dims = MatmulDims { m, n, k };
@@ -220,7 +223,7 @@ impl Backend for CudaBackend {
                 None,
             )?,
         }
-        Ok(())
+        self.add_unmerged(layer, matrix)
     }
 
     fn qk_norm_rope_write(&mut self, layer: usize) -> Result<()> {
@@ -331,7 +334,10 @@ impl Backend for CudaBackend {
     }
 
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<AdapterReport> {
-        self.merge_adapters(active, mode)
+        match mode {
+            MergeMode::Merged => self.merge_adapters(active, mode),
+            MergeMode::Unmerged => self.serve_policies(&[active]),
+        }
     }
 
     fn policy(&self) -> PolicyVersion {

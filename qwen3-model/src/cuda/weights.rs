@@ -13,9 +13,9 @@ use std::ops::Range;
 use cuda_graphs::{DeviceBuffer, DeviceSlice, Stream};
 use half::bf16;
 
-use crate::launch::Kernels;
+use crate::launch::{FourBitBuffer, FourBitKernels, Kernels};
 use crate::random;
-use crate::{FusedMatrix, Projection, Qwen3Config, Result, Weights};
+use crate::{FusedMatrix, LayerWeights, Projection, QuantType, Qwen3Config, Result, Weights};
 
 const EMBED: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
@@ -24,8 +24,9 @@ const FINAL_NORM: &str = "model.norm.weight";
 /// Weights of one layer on the device.
 #[derive(Debug)]
 pub(crate) struct DeviceLayer {
-    /// In the order of [`FusedMatrix::ALL`], row-major `[rows, cols]`.
+    /// In the order of [`FusedMatrix::ALL`], row-major `[rows, cols]`; empty where the matrix is in 4 bits.
     matrices: [DeviceBuffer<bf16>; 4],
+    four_bit: [Option<FourBitBuffer>; 4],
     pub(crate) input_norm: DeviceBuffer<f32>,
     pub(crate) post_attention_norm: DeviceBuffer<f32>,
     pub(crate) q_norm: DeviceBuffer<f32>,
@@ -35,6 +36,11 @@ pub(crate) struct DeviceLayer {
 impl DeviceLayer {
     pub(crate) fn matrix(&self, matrix: FusedMatrix) -> &DeviceBuffer<bf16> {
         &self.matrices[matrix as usize]
+    }
+
+    /// The matrix, if it is in 4 bits.
+    pub(crate) fn four_bit(&self, matrix: FusedMatrix) -> Option<&FourBitBuffer> {
+        self.four_bit[matrix as usize].as_ref()
     }
 }
 
@@ -79,7 +85,8 @@ impl DeviceWeights {
             Self::layer(
                 stream,
                 config,
-                |projection, rows| Ok(stream.upload(rows, layer.projection(projection).data())?),
+                |matrix| four_bit(stream, layer, matrix),
+                |projection, rows| Ok(stream.upload(rows, &layer.projection(projection).to_bf16())?),
                 [
                     &layer.input_norm,
                     &layer.post_attention_norm,
@@ -91,7 +98,7 @@ impl DeviceWeights {
         let layers = layers.collect::<Result<_>>()?;
         let head = match weights.is_tied() {
             true => None,
-            false => Some(DeviceBuffer::from_slice(stream, weights.lm_head.data())?),
+            false => Some(DeviceBuffer::from_slice(stream, &weights.lm_head.to_bf16())?),
         };
         Ok(Self {
             embed: DeviceBuffer::from_slice(stream, weights.embed_tokens.data())?,
@@ -101,12 +108,14 @@ impl DeviceWeights {
         })
     }
 
-    /// Draws the weights of [`Weights::random`] on the device: the same values, without the host memory.
+    /// Draws the weights of [`Weights::random`] on the device: the same values, without the host memory. With
+    /// `quantized`, the projections are then in 4 bits, without double quantisation.
     pub(crate) fn random(
         stream: &Stream,
         kernels: &Kernels,
         config: &Qwen3Config,
         seed: u64,
+        quantized: Option<(&FourBitKernels, QuantType)>,
     ) -> Result<Self> {
         let quantiles = DeviceBuffer::from_slice(stream, random::quantiles().as_slice())?;
         let draw = |name: &str, to: DeviceSlice<'_, bf16>| {
@@ -117,9 +126,26 @@ impl DeviceWeights {
             let of = config.n_layers;
             let _span = tracing::debug_span!("upload", what = "random layer", index = layer, of).entered();
             let name = |module: &str| format!("model.layers.{layer}.{module}.weight");
+            let four_bit = |matrix: FusedMatrix| -> Result<Option<FourBitBuffer>> {
+                let Some((kernels, quant_type)) = quantized else {
+                    return Ok(None);
+                };
+                let [rows, cols] = fused_shape(config, matrix);
+                let buffer = FourBitBuffer::zeroed(stream.device(), rows, cols, quant_type)?;
+                for &part in matrix.parts() {
+                    let rows = projection_rows(config, part);
+                    let drawn = DeviceBuffer::zeroed(stream.device(), rows.len() * cols)?;
+                    draw(&name(part.name()), drawn.as_slice())?;
+                    kernels.quantize(stream, drawn.as_slice(), &buffer, rows.start, quant_type)?;
+                    // Before `drawn` is freed.
+                    stream.synchronize()?;
+                }
+                Ok(Some(buffer))
+            };
             Self::layer(
                 stream,
                 config,
+                four_bit,
                 |projection, rows| draw(&name(projection.name()), rows),
                 [
                     &norm(&name("input_layernorm"), config.hidden_size),
@@ -154,10 +180,20 @@ impl DeviceWeights {
     fn layer(
         stream: &Stream,
         config: &Qwen3Config,
+        four_bit: impl Fn(FusedMatrix) -> Result<Option<FourBitBuffer>>,
         fill: impl Fn(Projection, DeviceSlice<'_, bf16>) -> Result<()>,
         norms: [&Vec<f32>; 4],
     ) -> Result<DeviceLayer> {
+        let four_bit = [
+            four_bit(FusedMatrix::Qkv)?,
+            four_bit(FusedMatrix::O)?,
+            four_bit(FusedMatrix::GateUp)?,
+            four_bit(FusedMatrix::Down)?,
+        ];
         let matrix = |matrix: FusedMatrix| -> Result<DeviceBuffer<bf16>> {
+            if four_bit[matrix as usize].is_some() {
+                return Ok(DeviceBuffer::zeroed(stream.device(), 0)?);
+            }
             let [rows, cols] = fused_shape(config, matrix);
             let buffer = DeviceBuffer::zeroed(stream.device(), rows * cols)?;
             for &part in matrix.parts() {
@@ -175,6 +211,7 @@ impl DeviceWeights {
                 matrix(FusedMatrix::GateUp)?,
                 matrix(FusedMatrix::Down)?,
             ],
+            four_bit,
             input_norm: norm(input_norm)?,
             post_attention_norm: norm(post_attention_norm)?,
             q_norm: norm(q_norm)?,
@@ -203,10 +240,30 @@ impl DeviceWeights {
                 &layer.q_norm,
                 &layer.k_norm,
             ];
-            2 * matrices as u64 + 4 * norms.iter().map(|norm| norm.len() as u64).sum::<u64>()
+            let four_bit: u64 = layer.four_bit.iter().flatten().map(FourBitBuffer::bytes).sum();
+            four_bit + 2 * matrices as u64 + 4 * norms.iter().map(|norm| norm.len() as u64).sum::<u64>()
         };
         let matrices = (self.embed.len() + head) as u64;
         2 * matrices + 4 * self.norm.len() as u64 + self.layers.iter().map(layer).sum::<u64>()
+    }
+}
+
+/// A fused matrix in 4 bits, if all its parts are, in a form that the kernels take. Where only some are, all of it is
+/// dequantised.
+fn four_bit(stream: &Stream, layer: &LayerWeights, matrix: FusedMatrix) -> Result<Option<FourBitBuffer>> {
+    let parts = matrix
+        .parts()
+        .iter()
+        .map(|&part| layer.projection(part).quantized());
+    let Some(parts) = parts.collect::<Option<Vec<_>>>() else {
+        return Ok(None);
+    };
+    match parts
+        .iter()
+        .all(|part| FourBitBuffer::supports(part) && part.map() == parts[0].map())
+    {
+        true => FourBitBuffer::upload(stream, &parts).map(Some),
+        false => Ok(None),
     }
 }
 

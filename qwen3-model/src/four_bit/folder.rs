@@ -200,7 +200,12 @@ type Tensors<'a> = Vec<(String, Tensor<'a>)>;
 
 fn tensors<'a>(weights: &'a Weights, skipped: &Skipped, options: &QuantizeOptions) -> Result<Tensors<'a>> {
     let mut tensors: Tensors<'a> = Vec::new();
-    let dense = |m: &'a WeightMatrix| (m.name().to_owned(), Tensor::bf16s(&[m.rows(), m.cols()], m.data()));
+    let dense = |m: &'a WeightMatrix| {
+        (
+            m.name().to_owned(),
+            Tensor::bf16s(&[m.rows(), m.cols()], m.data()),
+        )
+    };
     tensors.push(dense(&weights.embed_tokens));
     if !weights.is_tied() {
         tensors.push(dense(&weights.lm_head));
@@ -267,7 +272,11 @@ fn add_quantized(tensors: &mut Tensors<'_>, matrix: &WeightMatrix, options: &Qua
 
 /// Adds to a `config.json` what transformers needs to know of the weights.
 fn describe(config: &mut Map<String, Value>, skipped: &Skipped, options: &QuantizeOptions) {
-    let dtype = if config.contains_key("torch_dtype") { "torch_dtype" } else { "dtype" };
+    let dtype = if config.contains_key("torch_dtype") {
+        "torch_dtype"
+    } else {
+        "dtype"
+    };
     config.insert(dtype.into(), json!("bfloat16"));
     // Full names mean the same in every version of transformers. A list replaces its default, the head alone.
     let skip: Option<Vec<&str>> = match skipped.0.is_empty() {
@@ -297,8 +306,13 @@ fn copy_other_files(from: &Path, to: &Path) -> Result<()> {
     let entries = std::fs::read_dir(from).map_err(|source| io(from, source))?;
     for entry in entries {
         let path = entry.map_err(|source| io(from, source))?.path();
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let wanted = [".json", ".jinja", ".txt", ".model"].iter().any(|end| name.ends_with(end));
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
+        let wanted = [".json", ".jinja", ".txt", ".model"]
+            .iter()
+            .any(|end| name.ends_with(end));
         if wanted && name != "config.json" && !name.ends_with(".index.json") && path.is_file() {
             std::fs::copy(&path, to.join(name)).map_err(|source| io(&path, source))?;
         }

@@ -27,6 +27,8 @@ use crate::mapped_file::MappedFile;
 use crate::{Error, Result};
 
 pub use folder::{QuantizeOptions, QuantizeReport, quantize_folder};
+#[cfg(feature = "cuda")]
+pub(crate) use quantize::bounds;
 pub(crate) use read::{Place, is_quantized};
 
 /// Which sixteen values a 4-bit matrix is made of.
@@ -137,10 +139,24 @@ impl QuantizedMatrix {
     ///
     /// # Errors
     /// [`Error::Option`] if `data` does not hold `rows * cols` elements, or one of them is not finite. Panics: none.
-    pub fn quantize(rows: usize, cols: usize, data: &[bf16], quant_type: QuantType, double: bool) -> Result<Self> {
-        let refuse = |problem: String| Err(Error::Option { option: "data", problem });
+    pub fn quantize(
+        rows: usize,
+        cols: usize,
+        data: &[bf16],
+        quant_type: QuantType,
+        double: bool,
+    ) -> Result<Self> {
+        let refuse = |problem: String| {
+            Err(Error::Option {
+                option: "data",
+                problem,
+            })
+        };
         if rows.checked_mul(cols) != Some(data.len()) {
-            return refuse(format!("{} elements cannot be a matrix of {rows} x {cols}", data.len()));
+            return refuse(format!(
+                "{} elements cannot be a matrix of {rows} x {cols}",
+                data.len()
+            ));
         }
         if let Some(at) = data.par_iter().position_any(|w| !w.is_finite()) {
             return refuse(format!("element {at} is {}, which no block can hold", data[at]));
@@ -219,7 +235,10 @@ impl QuantizedMatrix {
                 self.rows,
                 self.cols
             );
-            return Err(Error::Option { option: "rows", problem });
+            return Err(Error::Option {
+                option: "rows",
+                problem,
+            });
         }
         self.fill(rows.start * self.cols, out);
         Ok(())
@@ -307,7 +326,8 @@ mod tests {
     fn wrong_sizes_are_refused() {
         let data = random::matrix(1, "w", 12);
         let matrix = QuantizedMatrix::quantize(3, 4, &data, QuantType::Nf4, true).unwrap();
-        for (rows, len) in [(0..4, 16), (0..2, 7), (3..2, 0), (usize::MAX..usize::MAX, 0)] {
+        let backwards = Range { start: 3, end: 2 };
+        for (rows, len) in [(0..4, 16), (0..2, 7), (backwards, 0), (usize::MAX..usize::MAX, 0)] {
             assert!(matrix.dequantize_rows(rows, &mut vec![bf16::ZERO; len]).is_err());
         }
         assert!(QuantizedMatrix::quantize(3, 5, &data, QuantType::Nf4, true).is_err());

@@ -77,7 +77,10 @@ pub(super) fn quantize(data: &[bf16], quant_type: QuantType, double: bool) -> Qu
         .zip(absmax.par_chunks_mut(TASK))
         .zip(data.par_chunks(TASK * BLOCKSIZE))
         .for_each(|((packed, absmax), data)| {
-            let blocks = packed.chunks_mut(BLOCKSIZE / 2).zip(absmax).zip(data.chunks(BLOCKSIZE));
+            let blocks = packed
+                .chunks_mut(BLOCKSIZE / 2)
+                .zip(absmax)
+                .zip(data.chunks(BLOCKSIZE));
             for ((packed, absmax), block) in blocks {
                 *absmax = quantize_block(block, packed, &bounds, &nibbles);
             }
@@ -109,7 +112,7 @@ fn quantize_block(block: &[bf16], packed: &mut [u8], bounds: &[f32; 15], nibbles
 }
 
 /// The middles between neighbouring values, and the nibble of each interval.
-fn bounds(quant_type: QuantType) -> ([f32; 15], [u8; 16]) {
+pub(crate) fn bounds(quant_type: QuantType) -> ([f32; 15], [u8; 16]) {
     let map = quant_type.map();
     let mut nibbles: [u8; 16] = std::array::from_fn(|nibble| nibble as u8);
     // Stable: of the two zeros of fp4 the positive one comes first.

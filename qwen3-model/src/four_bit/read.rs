@@ -274,7 +274,10 @@ fn take_state(
     };
     let text = &file.bytes()[entry.bytes.clone()];
     if entry.dtype != Dtype::U8 || text.len() > MAX_STATE {
-        let problem = format!("its quant_state is {:?} {:?}, not a short text", entry.dtype, entry.shape);
+        let problem = format!(
+            "its quant_state is {:?} {:?}, not a short text",
+            entry.dtype, entry.shape
+        );
         return Err(of.error(problem));
     }
     let state: Map<String, Value> = serde_json::from_slice(text)
@@ -313,4 +316,3 @@ fn take_state(
     };
     Ok((state, nested))
 }
-

@@ -38,6 +38,8 @@ pub(super) enum Command {
     /// Prove that merging adapters leaves the base weights as they are: perturb and merge many times, compare
     /// SHA-256 digests, print a JSON report. Exit code 1 on drift.
     VerifyNoDrift(super::verify_no_drift::VerifyArgs),
+    /// Write a model in 4 bits (nf4 or fp4), in the form of transformers with bitsandbytes.
+    Quantize(super::quantize::QuantizeArgs),
     /// Print a model's shape, its parameter count, the KV cache's bytes per token, and what fits in memory.
     Inspect(InspectArgs),
 }
@@ -54,9 +56,14 @@ pub(super) struct GenerateArgs {
     pub(super) adapter: Vec<PathBuf>,
 
     /// Apply adapters at run time, next to the base weights, instead of merging them: slower, the reference for the
-    /// merged form. CPU only so far.
+    /// merged form. CPU only so far. Always so for a model in 4 bits, whose weights cannot be merged into.
     #[arg(long, requires = "adapter")]
     pub(super) no_merge_lora: bool,
+
+    /// Turn a model in 4 bits into bf16 when it is loaded: four times the memory, and adapters are merged. Without effect
+    /// on other models.
+    #[arg(long)]
+    pub(super) dequantize: bool,
 
     /// On a GPU, where pristine copies of the weights that adapters target live: device, pinned (page-locked host memory)
     /// or file (read again at every refresh). The results are the same. Default: device.

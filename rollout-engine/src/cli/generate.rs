@@ -40,6 +40,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         .pristine_copy(args.lora_pristine.unwrap_or_default())
         .prefix_cache(args.prefix_cache)
         .batch_invariant(args.batch_invariant)
+        .dequantize(args.dequantize)
         .seed(args.seed);
     for dir in &args.adapter {
         builder = builder.adapter(dir);

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use paged_kv::{KvDtype, KvLayout};
-use qwen3_model::{GenerationConfig, Qwen3Config, RopeScaling};
+use qwen3_model::{GenerationConfig, Projection, Qwen3Config, RopeScaling, Weights};
 
 use super::CliError;
 use super::args::InspectArgs;
@@ -34,7 +34,8 @@ fn describe(dir: &Path, memory: Option<u64>) -> Result<String, Error> {
         RopeScaling::Yarn { factor, .. } => format!("theta {}, yarn x {factor}", config.rope.theta),
         _ => format!("theta {}", config.rope.theta),
     };
-    let weights = 2 * config.n_parameters();
+    let in_bf16 = 2 * config.n_parameters();
+    let (weights, quantized) = four_bit(dir, &config)?.map_or((in_bf16, None), |(bytes, n)| (bytes, Some(n)));
     let mut out = String::new();
     let mut row = |name: &str, value: String| {
         let _ = writeln!(out, "{name:<22}{value}");
@@ -45,9 +46,17 @@ fn describe(dir: &Path, memory: Option<u64>) -> Result<String, Error> {
         format!(
             "{} ({} in bf16)",
             group_digits(config.n_parameters()),
-            format_bytes(weights)
+            format_bytes(in_bf16)
         ),
     );
+    if let Some(n) = quantized {
+        let all = config.n_layers * Projection::ALL.len();
+        let size = format_bytes(weights);
+        row(
+            "quantised",
+            format!("{n} of {all} modules in 4 bits: {size} of weights"),
+        );
+    }
     row("layers", config.n_layers.to_string());
     row("hidden", config.hidden_size.to_string());
     row("intermediate", config.intermediate_size.to_string());
@@ -115,6 +124,19 @@ fn describe(dir: &Path, memory: Option<u64>) -> Result<String, Error> {
         );
     }
     Ok(out)
+}
+
+/// Bytes of the weights and number of modules in 4 bits, for a folder that says that it is quantised.
+fn four_bit(dir: &Path, config: &Qwen3Config) -> Result<Option<(u64, usize)>, Error> {
+    let text = std::fs::read_to_string(dir.join("config.json")).unwrap_or_default();
+    if !text.contains("\"quantization_config\"") {
+        return Ok(None);
+    }
+    let weights = Weights::open(dir, config)?;
+    let layers = weights.layers.iter();
+    let matrices = layers.flat_map(|layer| Projection::ALL.map(|p| layer.projection(p)));
+    let quantized = matrices.filter(|matrix| matrix.quantized().is_some()).count();
+    Ok(Some((weights.bytes(), quantized)))
 }
 
 fn bytes_per_token(config: &Qwen3Config, dtype: KvDtype) -> Result<u64, Error> {

@@ -1,0 +1,204 @@
+// Product with a matrix in 4 bits for the row counts of decoding: weights are read once, decoded in registers.
+//
+//   y[t, n] = sum over k of x[t, k] * w[n, k]         t in 0 .. m <= 8 TILES
+//   w[n, k] = bf16( map[nibble of (n, k)] * absmax[n, k / 64] )
+//
+// packed u8 [n, k / 2], absmax f32 [n, k / 64], x bf16 [m, k], y bf16 or f32 [m, n]; n % 16 == 0, k % 64 == 0.
+//
+//   tile            16 rows of w; a block takes every gridDim.x-th, its warps share the columns
+//   unit            4 blocks of 64 columns; a warp takes every (warps)-th. Lane (g, q) decodes block q of rows g and g + 8
+//
+// The order of the columns within a unit is free as long as w and x agree. Step s of mma.m16n8k16 takes columns 4 s … 4 s + 3
+// of all four blocks: what a lane holds of w it has decoded itself. A byte of two weights is looked up in shared memory, as two
+// f32 values of the map; each multiple of 16 bytes of banks has a copy of the table, so that no two lanes meet in a bank.
+// x goes through shared memory into the order of the fragments, [column / 8 in block][token][block][8 columns]: once for all
+// tiles if it fits (`resident`), else anew for every unit.
+//
+// Weights are fetched one unit ahead, across tiles, and the first ones before the wait for the predecessor: they do not depend
+// on it. Sums of the warps are added in the order of the warps, so that the result is the same in every run and for a row the
+// same whatever m and the grid are.
+#include "common.cuh"
+
+#ifndef TILES
+#define TILES 1 // tiles of eight tokens
+#endif
+#define MAX_WARPS (TILES <= 4 ? 16 : 8)
+// Columns / 8 of each block that are in shared memory at once.
+#define DEPTH (TILES == 1 ? 8 : 16 / TILES)
+#define PARTS (8 / DEPTH)
+// 16 bytes more than the row of fragments: writers of neighbouring columns meet other banks.
+#define FRAGMENT_BYTES 528
+#define PAIR_COPIES 16
+#define PAIRS_BYTES (256 * PAIR_COPIES * 8)
+#define STAGE_BYTES (TILES * DEPTH * FRAGMENT_BYTES)
+
+struct Nf4MatmulParams {
+    const unsigned char* packed;
+    const float* absmax;
+    const u16* x;
+    void* y;
+    u32 n;
+    u32 k;
+    u32 m;
+    u32 y_is_f32;
+    u32 resident; // shared memory holds a stage per unit, else one per warp
+    u32 unused;
+    float map[16];
+};
+
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid) {
+    const int bytes = valid ? 16 : 0; // the rest is filled with zeros
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// One lane's 64 weights of two rows, still in 4 bits.
+struct Held {
+    uint4 words[2][2];
+    float absmax[2];
+};
+
+__device__ __forceinline__ Held hold(const Nf4MatmulParams& p, u32 row, u32 block) {
+    Held held;
+    const bool valid = block < p.k / 64 && row < p.n;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const u64 at = (u64)(row + 8 * r) * (p.k / 64) + block;
+        const uint4* words = reinterpret_cast<const uint4*>(p.packed + at * 32);
+        held.words[r][0] = valid ? __ldcs(words) : make_uint4(0, 0, 0, 0);
+        held.words[r][1] = valid ? __ldcs(words + 1) : make_uint4(0, 0, 0, 0);
+        held.absmax[r] = valid ? __ldcs(p.absmax + at) : 0.f;
+    }
+    return held;
+}
+
+__device__ __forceinline__ u32 word(const Held& held, int row, int i) {
+    const uint4 four = held.words[row][i >> 2];
+    switch (i & 3) {
+    case 0: return four.x;
+    case 1: return four.y;
+    case 2: return four.z;
+    default: return four.w;
+    }
+}
+
+// The even element of a byte is its high nibble.
+__device__ __forceinline__ void make_pairs(const Nf4MatmulParams& p, float2* pairs) {
+    for (u32 at = threadIdx.x; at < 256 * PAIR_COPIES; at += blockDim.x) {
+        const u32 byte = at / PAIR_COPIES;
+        pairs[at] = make_float2(p.map[byte >> 4], p.map[byte & 15]);
+    }
+}
+
+// Two weights, from byte `i` of a word. `pairs` is the lane's copy of the table.
+__device__ __forceinline__ u32 two_weights(const unsigned char* pairs, u32 word, int i, float absmax) {
+    const u32 at = (i == 0 ? word << 7 : word >> (8 * i - 7)) & 0x7f80;
+    const float2 pair = *reinterpret_cast<const float2*>(pairs + at);
+    return pack_bf16(__fmul_rn(pair.x, absmax), __fmul_rn(pair.y, absmax));
+}
+
+__device__ __forceinline__ uint4 eight_weights(const unsigned char* pairs, u32 word, float absmax) {
+    return make_uint4(two_weights(pairs, word, 0, absmax), two_weights(pairs, word, 1, absmax),
+                      two_weights(pairs, word, 2, absmax), two_weights(pairs, word, 3, absmax));
+}
+
+// Brings columns of x into the order of the fragments: `DEPTH` times 8 of each block of a unit, from `part` times that on.
+__device__ __forceinline__ void fetch(const Nf4MatmulParams& p, u32 to, u32 unit, int part, u32 lane) {
+    const u32 blocks = p.k / 64;
+#pragma unroll 4
+    for (int i = 0; i < TILES * DEPTH; ++i) {
+        const u32 piece = i * 32 + lane;
+        const u32 token = piece / (4 * DEPTH), of = piece / DEPTH % 4, at = piece % DEPTH;
+        const u32 block = 4 * unit + of;
+        if (token < p.m) {
+            const bool valid = block < blocks;
+            const u16* from = p.x + (u64)token * p.k + (valid ? block * 64 + (part * DEPTH + at) * 8 : 0);
+            copy_async(to + (token / 8 * DEPTH + at) * FRAGMENT_BYTES + token % 8 * 64 + of * 16, from, valid);
+        }
+    }
+}
+
+__device__ __forceinline__ void fetched() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 1) nf4_matmul(const __grid_constant__ Nf4MatmulParams p) {
+    extern __shared__ __align__(16) unsigned char table[];
+    unsigned char* shared = table + PAIRS_BYTES;
+    pdl_release();
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const u32 g = lane / 4, q = lane % 4;
+    const u32 units = (p.k / 64 + 3) / 4, tiles = p.n / 16;
+    const u32 shared_at = (u32)__cvta_generic_to_shared(shared);
+    // [2][warp][token][16 rows] behind the resident stages, or [1] in their place.
+    float* sums = reinterpret_cast<float*>(shared + (p.resident ? units * STAGE_BYTES : 0));
+
+    Held next = hold(p, blockIdx.x * 16 + g, 4 * warp + q);
+    make_pairs(p, reinterpret_cast<float2*>(table));
+    __syncthreads();
+    const unsigned char* pairs = table + lane % PAIR_COPIES * 8;
+    pdl_wait();
+    if (p.resident) {
+        // A warp reads only what it has fetched itself.
+        for (u32 unit = warp; unit < units; unit += warps) fetch(p, shared_at + unit * STAGE_BYTES, unit, 0, lane);
+        fetched();
+    }
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        float acc[TILES][4] = {};
+        for (u32 unit = warp; unit < units; unit += warps) {
+            const Held held = next;
+            const bool last = unit + warps >= units;
+            next = hold(p, (last ? tile + gridDim.x : tile) * 16 + g, 4 * (last ? warp : unit + warps) + q);
+            const u32 at = (p.resident ? unit : warp) * STAGE_BYTES;
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                if (!p.resident) {
+                    __syncwarp();
+                    fetch(p, shared_at + at, unit, part, lane);
+                    fetched();
+                }
+#pragma unroll
+                for (int i = 0; i < DEPTH; ++i) {
+                    const uint4 a = eight_weights(pairs, word(held, 0, part * DEPTH + i), held.absmax[0]);
+                    const uint4 b = eight_weights(pairs, word(held, 1, part * DEPTH + i), held.absmax[1]);
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t) {
+                        const uint4 x =
+                            *reinterpret_cast<const uint4*>(shared + at + (t * DEPTH + i) * FRAGMENT_BYTES + lane * 16);
+                        mma(acc[t], a.x, b.x, a.y, b.y, x.x, x.y);
+                        mma(acc[t], a.z, b.z, a.w, b.w, x.z, x.w);
+                    }
+                }
+            }
+        }
+        // Other warps may still read the stages that the sums take the place of.
+        if (!p.resident) __syncthreads();
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                sums[(warp * 8 * TILES + t * 8 + 2 * q + i % 2) * 16 + g + i / 2 * 8] = acc[t][i];
+        __syncthreads();
+        for (u32 at = threadIdx.x; at < p.m * 16; at += blockDim.x) {
+            float sum = 0.f;
+            for (u32 from = 0; from < warps; ++from) sum += sums[from * 8 * TILES * 16 + at];
+            const u64 to = (u64)(at / 16) * p.n + tile * 16 + at % 16;
+            if (p.y_is_f32)
+                static_cast<float*>(p.y)[to] = sum;
+            else
+                static_cast<u16*>(p.y)[to] = float_to_bf16(sum);
+        }
+        if (p.resident)
+            // The other half: a warp comes back to this one after the next barrier only.
+            sums = reinterpret_cast<float*>(shared + units * STAGE_BYTES) +
+                   (sums == reinterpret_cast<float*>(shared + units * STAGE_BYTES) ? warps * 8 * TILES * 16 : 0);
+        else
+            __syncthreads();
+    }
+}

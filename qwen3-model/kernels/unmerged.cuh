@@ -1,0 +1,44 @@
+// Adapters beside their base weight: which policy a row belongs to, and the tables of what each policy adds.
+//
+//   y[t, n] = gain[n] * y[t, n] + sum over r of B[n, r] * (sum over k of A[r, k] * x[t, k]) + bias[n]
+//
+// A fused product is cut into parts (query, key and value rows, or gate and up); every policy has its own A, B, gain and
+// bias for every part, or none. The tables are in device memory, so that a captured graph computes with whatever they hold
+// at its next replay.
+#pragma once
+#include "common.cuh"
+
+// One part of one policy. Null pointers: nothing of the kind. `rank` is a multiple of 32, filled up with zeros.
+struct UnmergedEntry {
+    const u16* a;      // bf16 [rank, k]
+    const u16* b;      // bf16 [rows of the part, rank], scaled
+    const float* gain; // [rows of the part]
+    const float* bias; // [rows of the part]
+    u32 rank;
+    u32 unused;
+};
+
+struct Unmerged {
+    const UnmergedEntry* entries; // [policies, parts]
+    const int* slots;             // [m]
+    const int* policy_of_slot;    // [n_slots], -1 for none
+    u32 policies;
+    u32 parts;
+    u32 n_slots;
+    u32 m;
+};
+
+// A row's policy, -1 for none.
+__device__ __forceinline__ int policy_of(const Unmerged& u, u32 row) {
+    if (row >= u.m) return -1;
+    const int slot = u.slots[row];
+    if ((u32)slot >= u.n_slots) return -1;
+    const int policy = u.policy_of_slot[slot];
+    return (u32)policy < u.policies ? policy : -1;
+}
+
+__device__ __forceinline__ void unmerged_mma(float (&c)[4], uint2 a, uint2 a8, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a.x), "r"(a8.x), "r"(a.y), "r"(a8.y), "r"(b0), "r"(b1));
+}

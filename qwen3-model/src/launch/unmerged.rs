@@ -1,0 +1,392 @@
+//! Adapters beside their base weights: the tables of what every policy adds, and the two products with them.
+
+use bytemuck::{Pod, Zeroable};
+use cuda_graphs::{
+    Compiler, Device, DeviceBuffer, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
+};
+use half::bf16;
+
+use super::four_bit::ProductOutput;
+use super::{aligned, refuse, same, small, spec};
+use crate::Result;
+
+/// Ranks are filled up to multiples of this.
+pub const RANK_QUANTUM: usize = 32;
+/// Most parts of a fused product.
+pub const MAX_PARTS: usize = 3;
+
+const WARPS: usize = 8;
+const ROWS: usize = 32;
+const ENTRY_WORDS: usize = 5;
+const HEADER: Header = Header::new("unmerged.cuh", include_str!("../../kernels/unmerged.cuh"));
+
+/// The kernels of this file.
+pub(super) fn specs() -> Vec<KernelSpec> {
+    vec![
+        spec("unmerged_down", include_str!("../../kernels/unmerged_down.cu"))
+            .headers([HEADER])
+            .entry("unmerged_down", Limits::registers(100)),
+        spec("unmerged_up", include_str!("../../kernels/unmerged_up.cu"))
+            .headers([HEADER])
+            .entry("unmerged_up", Limits::registers(100)),
+    ]
+}
+
+/// Shape of a product that adapters add to: `k` inputs, and outputs in up to [`MAX_PARTS`] parts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Site {
+    /// Input features; a multiple of 8.
+    pub k: usize,
+    /// Output features of each part; multiples of 16.
+    pub parts: Vec<usize>,
+}
+
+impl Site {
+    /// Output features of all parts.
+    pub fn n(&self) -> usize {
+        self.parts.iter().sum()
+    }
+}
+
+/// What one policy adds to one part of a site. Empty for nothing of the kind.
+#[derive(Debug, Clone, Default)]
+pub struct PartUpdate {
+    /// A multiple of [`RANK_QUANTUM`].
+    pub rank: usize,
+    /// `[rank, k]`.
+    pub a: Vec<bf16>,
+    /// `[rows, rank]`, scaled.
+    pub b: Vec<bf16>,
+    /// `[rows]`, factors on the base product.
+    pub gain: Vec<f32>,
+    /// `[rows]`.
+    pub bias: Vec<f32>,
+}
+
+/// What every policy adds to every site, on the device. What kernels read first is at an address that never changes, so
+/// captured graphs follow [`replace`](Self::replace).
+#[derive(Debug)]
+pub struct UnmergedTables {
+    /// `[sites, policies, parts of the site, 5]`: addresses of A, B, gain and bias, and the rank.
+    entries: DeviceBuffer<u64>,
+    /// What the addresses point to.
+    values: DeviceBuffer<u32>,
+    sites: Vec<Site>,
+    policies: usize,
+    /// Largest rank that [`replace`](Self::replace) takes.
+    max_rank: usize,
+}
+
+/// Rows' slots, and the policy of each slot.
+#[derive(Debug, Clone, Copy)]
+pub struct RowPolicies<'a> {
+    /// `[m]`.
+    pub slots: DeviceSlice<'a, i32>,
+    /// `[n_slots]`, −1 for none.
+    pub policy_of_slot: DeviceSlice<'a, i32>,
+}
+
+impl UnmergedTables {
+    /// Tables without any adapter, for up to `policies` policies of ranks up to `max_rank`.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) for a shape that the kernels do not take;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn new(device: &Device, sites: Vec<Site>, policies: usize, max_rank: usize) -> Result<Self> {
+        for site in &sites {
+            let (n_parts, k) = (site.parts.len(), site.k);
+            if n_parts == 0 || n_parts > MAX_PARTS {
+                return refuse("parts", format!("are {n_parts}; 1 to {MAX_PARTS} are possible"));
+            }
+            if k == 0 || !k.is_multiple_of(8) {
+                return refuse(
+                    "k",
+                    format!("is {k}; adapters at run time need a multiple of 8 on CUDA"),
+                );
+            }
+            if let Some(rows) = site.parts.iter().find(|rows| !rows.is_multiple_of(16)) {
+                return refuse(
+                    "parts",
+                    format!("one has {rows} rows; adapters at run time need multiples of 16 on CUDA"),
+                );
+            }
+        }
+        if max_rank == 0 || !max_rank.is_multiple_of(RANK_QUANTUM) {
+            return refuse(
+                "max_rank",
+                format!("is {max_rank}, no multiple of {RANK_QUANTUM}"),
+            );
+        }
+        let entries: usize = sites.iter().map(|site| policies * site.parts.len()).sum();
+        Ok(Self {
+            entries: DeviceBuffer::zeroed(device, (entries * ENTRY_WORDS).max(1))?,
+            values: DeviceBuffer::zeroed(device, 1)?,
+            sites,
+            policies,
+            max_rank,
+        })
+    }
+
+    /// Most policies.
+    pub fn policies(&self) -> usize {
+        self.policies
+    }
+
+    /// Largest rank.
+    pub fn max_rank(&self) -> usize {
+        self.max_rank
+    }
+
+    /// Bytes on the device.
+    pub fn bytes(&self) -> u64 {
+        4 * self.values.len() as u64 + 8 * self.entries.len() as u64
+    }
+
+    /// Puts `updates`, `[policies given][sites][parts]`, in place of what was there, for the work given to `stream`
+    /// afterwards. After an error everything is as before.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) for too many policies, too large a rank, or lengths that do not fit;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn replace(&mut self, stream: &Stream, updates: &[Vec<Vec<PartUpdate>>]) -> Result<()> {
+        if updates.len() > self.policies {
+            let problem = format!("are {}, there is room for {}", updates.len(), self.policies);
+            return refuse("policies", problem);
+        }
+        let words = self.check(updates)?;
+        let values = DeviceBuffer::<u32>::zeroed(stream.device(), words.max(1))?;
+        let mut entries = vec![0u64; self.entries.len()];
+        let mut at = 0;
+        let mut first = 0;
+        for (s, site) in self.sites.iter().enumerate() {
+            for (p, policy) in updates.iter().enumerate() {
+                for (i, part) in policy[s].iter().enumerate() {
+                    let entry =
+                        &mut entries[(first + p * site.parts.len() + i) * ENTRY_WORDS..][..ENTRY_WORDS];
+                    let halves: [&[bf16]; 2] = [&part.a, &part.b];
+                    for (word, half) in entry.iter_mut().zip(halves) {
+                        *word = put(stream, &values, &mut at, &pairs(half))?;
+                    }
+                    let floats: [&[f32]; 2] = [&part.gain, &part.bias];
+                    for (word, values_of) in entry[2..].iter_mut().zip(floats) {
+                        let bits: Vec<u32> = values_of.iter().map(|x| x.to_bits()).collect();
+                        *word = put(stream, &values, &mut at, &bits)?;
+                    }
+                    // The lower half of a little-endian pair of u32.
+                    entry[4] = part.rank as u64;
+                }
+            }
+            first += self.policies * site.parts.len();
+        }
+        // All values are there, and nothing that reads the old ones is under way, before the entries change.
+        stream.synchronize()?;
+        stream.upload(&self.entries, &entries)?;
+        stream.synchronize()?;
+        self.values = values;
+        Ok(())
+    }
+
+    /// Checks lengths; words that the values take.
+    fn check(&self, updates: &[Vec<Vec<PartUpdate>>]) -> Result<usize> {
+        let mut words = 0;
+        for policy in updates {
+            same("sites", policy.len(), self.sites.len())?;
+            for (site, parts) in self.sites.iter().zip(policy) {
+                same("parts", parts.len(), site.parts.len())?;
+                for (part, &rows) in parts.iter().zip(&site.parts) {
+                    if part.rank > self.max_rank || !part.rank.is_multiple_of(RANK_QUANTUM) {
+                        return refuse(
+                            "rank",
+                            format!("is {}, at most {} are possible", part.rank, self.max_rank),
+                        );
+                    }
+                    same("A", part.a.len(), part.rank * site.k)?;
+                    same("B", part.b.len(), part.rank * rows)?;
+                    for (what, values) in [("gain", &part.gain), ("bias", &part.bias)] {
+                        if !values.is_empty() {
+                            same(what, values.len(), rows)?;
+                        }
+                    }
+                    let padded = |len: usize| len.next_multiple_of(4);
+                    words += padded(part.a.len() / 2) + padded(part.b.len() / 2);
+                    words += padded(part.gain.len()) + padded(part.bias.len());
+                }
+            }
+        }
+        Ok(words)
+    }
+}
+
+/// Copies words to the next aligned place and gives its address; 0 for none.
+fn put(stream: &Stream, values: &DeviceBuffer<u32>, at: &mut usize, words: &[u32]) -> Result<u64> {
+    if words.is_empty() {
+        return Ok(0);
+    }
+    let place = values.slice(*at..*at + words.len())?;
+    stream.upload(place, words)?;
+    *at += words.len().next_multiple_of(4);
+    Ok(place.ptr())
+}
+
+fn pairs(values: &[bf16]) -> Vec<u32> {
+    let word = |pair: &[bf16]| u32::from(pair[0].to_bits()) | u32::from(pair[1].to_bits()) << 16;
+    values.chunks_exact(2).map(word).collect()
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct UnmergedParams {
+    entries: u64,
+    slots: u64,
+    policy_of_slot: u64,
+    policies: u32,
+    parts: u32,
+    n_slots: u32,
+    m: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct DownParams {
+    unmerged: UnmergedParams,
+    x: u64,
+    h: u64,
+    k: u32,
+    max_rank: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct UpParams {
+    unmerged: UnmergedParams,
+    h: u64,
+    y: u64,
+    n: u32,
+    max_rank: u32,
+    y_is_f32: u32,
+    unused: u32,
+    ends: [u32; 4],
+}
+
+/// The kernels for adapters at run time, loaded on one device.
+#[derive(Debug, Clone)]
+pub struct UnmergedKernels {
+    down: Kernel,
+    up: Kernel,
+}
+
+impl UnmergedKernels {
+    /// Compiles the kernels, or takes them from the compiler's cache, and loads them.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn load(compiler: &Compiler, device: &Device) -> Result<Self> {
+        let modules = compiler.load_all(device, &specs())?;
+        Ok(Self {
+            down: modules[0].kernel("unmerged_down")?,
+            up: modules[1].kernel("unmerged_up")?,
+        })
+    }
+
+    /// Adds to `y` `[m, n]`, the base product of `x` `[m, k]`, what the policy of each row adds at the site. `h` is room for
+    /// `m * parts * max_rank` numbers.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) for a site that is not there or lengths that do not fit each other;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn apply(
+        &self,
+        stream: &Stream,
+        tables: &UnmergedTables,
+        site: usize,
+        rows: RowPolicies<'_>,
+        x: DeviceSlice<'_, bf16>,
+        h: DeviceSlice<'_, f32>,
+        y: ProductOutput<'_>,
+    ) -> Result<()> {
+        let m = rows.slots.len();
+        let Some(shape) = tables.sites.get(site) else {
+            return refuse("site", format!("{site} of {}", tables.sites.len()));
+        };
+        let parts = shape.parts.len();
+        same("x", x.len(), m * shape.k)?;
+        same("y", y.len(), m * shape.n())?;
+        aligned("x", x.ptr(), 16)?;
+        aligned("h", h.ptr(), 16)?;
+        if h.len() < m * parts * tables.max_rank {
+            let problem = format!(
+                "has room for {} numbers of {}",
+                h.len(),
+                m * parts * tables.max_rank
+            );
+            return refuse("h", problem);
+        }
+        let before: usize = tables.sites[..site]
+            .iter()
+            .map(|s| tables.policies * s.parts.len())
+            .sum();
+        let entries = tables.policies * parts * ENTRY_WORDS;
+        let entries = tables
+            .entries
+            .slice(before * ENTRY_WORDS..before * ENTRY_WORDS + entries)?;
+        stream.keep_memory(&tables.entries);
+        stream.keep_memory(x);
+        stream.keep_memory(h);
+        stream.keep_memory(rows.slots);
+        stream.keep_memory(rows.policy_of_slot);
+        y.keep(stream);
+        if m == 0 {
+            return Ok(());
+        }
+        let unmerged = UnmergedParams {
+            entries: entries.ptr(),
+            slots: rows.slots.ptr(),
+            policy_of_slot: rows.policy_of_slot.ptr(),
+            policies: small("policies", tables.policies)?,
+            parts: parts as u32,
+            n_slots: small("slots", rows.policy_of_slot.len())?,
+            m: small("rows", m)?,
+        };
+        let max_rank = small("max_rank", tables.max_rank)?;
+        let row_blocks = small("rows", m.div_ceil(ROWS))?;
+        if row_blocks > 65_535 {
+            return refuse(
+                "rows",
+                format!("{m} rows at once, at most {} are possible", 65_535 * ROWS),
+            );
+        }
+        let threads = [WARPS as u32 * 32, 1, 1];
+        let down = DownParams {
+            unmerged,
+            x: x.ptr(),
+            h: h.ptr(),
+            k: small("k", shape.k)?,
+            max_rank,
+        };
+        let blocks = parts as u32 * max_rank / 16;
+        let config = LaunchConfig::with_dimensions([blocks, row_blocks, 1], threads).programmatic(true);
+        // SAFETY: every buffer has the length that the kernel's header gives it, checked above; what the entries point to
+        // was checked in `replace` and lives as long as they do; slots and policies are checked by the kernel.
+        unsafe { self.down.launch(stream, &config, &down) }?;
+        let mut ends = [0; 4];
+        let mut end = 0;
+        for (to, rows) in ends.iter_mut().zip(&shape.parts) {
+            end += rows;
+            *to = small("rows", end)?;
+        }
+        let up = UpParams {
+            unmerged,
+            h: h.ptr(),
+            y: y.ptr(),
+            n: small("n", shape.n())?,
+            max_rank,
+            y_is_f32: y.is_f32(),
+            unused: 0,
+            ends,
+        };
+        let blocks = small("n", shape.n().div_ceil(16 * WARPS))?;
+        let config = LaunchConfig::with_dimensions([blocks, row_blocks, 1], threads).programmatic(true);
+        // SAFETY: as above.
+        Ok(unsafe { self.up.launch(stream, &config, &up) }?)
+    }
+}
