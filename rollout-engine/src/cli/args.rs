@@ -56,7 +56,7 @@ pub(super) struct GenerateArgs {
     pub(super) adapter: Vec<PathBuf>,
 
     /// Apply adapters at run time, next to the base weights, instead of merging them: slower, the reference for the
-    /// merged form. CPU only so far. Always so for a model in 4 bits, whose weights cannot be merged into.
+    /// merged form. Always so for a model in 4 bits, whose weights cannot be merged into.
     #[arg(long, requires = "adapter")]
     pub(super) no_merge_lora: bool,
 
