@@ -14,7 +14,7 @@
 // x goes through shared memory into the order of the fragments, [column / 8 in block][token][block][8 columns]: once for all
 // tiles if it fits (`resident`), else anew for every unit.
 //
-// Weights are fetched one unit ahead, across tiles, and the first ones before the wait for the predecessor: they do not depend
+// Weights are fetched two units ahead, across tiles, and the first ones before the wait for the predecessor: they do not depend
 // on it. Sums of the warps are added in the order of the warps, so that the result is the same in every run and for a row the
 // same whatever m and the grid are.
 #include "common.cuh"
@@ -22,7 +22,7 @@
 #ifndef TILES
 #define TILES 1 // tiles of eight tokens
 #endif
-#define MAX_WARPS (TILES <= 4 ? 16 : 8)
+#define MAX_WARPS (TILES == 1 ? 10 : TILES <= 4 ? 16 : 8)
 // Columns / 8 of each block that are in shared memory at once.
 #define DEPTH (TILES == 1 ? 8 : 16 / TILES)
 #define PARTS (8 / DEPTH)
@@ -128,7 +128,34 @@ __device__ __forceinline__ void fetched() {
     __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 1) nf4_matmul(const __grid_constant__ Nf4MatmulParams p) {
+// Adds the sums of the block's warps, writes a tile, and begins anew. With a stage per warp, `sums` takes the stages' place;
+// else a warp comes back to the same half of the sums after the next tile's barrier only.
+__device__ __forceinline__ void finish(const Nf4MatmulParams& p, float* sums, float (&acc)[TILES][4], u32 tile, u32 warp,
+                                       u32 lane) {
+    const u32 g = lane / 4, q = lane % 4, warps = blockDim.x / 32;
+    // Other warps may still read their stages.
+    if (!p.resident) __syncthreads();
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sums[(warp * 8 * TILES + t * 8 + 2 * q + i % 2) * 16 + g + i / 2 * 8] = acc[t][i];
+            acc[t][i] = 0.f;
+        }
+    __syncthreads();
+    for (u32 at = threadIdx.x; at < p.m * 16; at += blockDim.x) {
+        float sum = 0.f;
+        for (u32 from = 0; from < warps; ++from) sum += sums[from * 8 * TILES * 16 + at];
+        const u64 to = (u64)(at / 16) * p.n + tile * 16 + at % 16;
+        if (p.y_is_f32)
+            static_cast<float*>(p.y)[to] = sum;
+        else
+            static_cast<u16*>(p.y)[to] = float_to_bf16(sum);
+    }
+    if (!p.resident) __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, TILES == 1 ? 2 : 1) nf4_matmul(const __grid_constant__ Nf4MatmulParams p) {
     extern __shared__ __align__(16) unsigned char table[];
     unsigned char* shared = table + PAIRS_BYTES;
     pdl_release();
@@ -139,7 +166,18 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 1) nf4_matmul(const
     // [2][warp][token][16 rows] behind the resident stages, or [1] in their place.
     float* sums = reinterpret_cast<float*>(shared + (p.resident ? units * STAGE_BYTES : 0));
 
-    Held next = hold(p, blockIdx.x * 16 + g, 4 * warp + q);
+    // What is to be fetched next: weights are two units ahead of their use.
+    u32 fetch_tile = blockIdx.x, fetch_unit = warp;
+    auto fetch_weights = [&]() {
+        const Held held = hold(p, fetch_tile * 16 + g, 4 * fetch_unit + q);
+        fetch_unit += warps;
+        if (fetch_unit >= units) {
+            fetch_unit = warp;
+            fetch_tile += gridDim.x;
+        }
+        return held;
+    };
+    Held ahead[2] = {fetch_weights(), fetch_weights()};
     make_pairs(p, reinterpret_cast<float2*>(table));
     __syncthreads();
     const unsigned char* pairs = table + lane % PAIR_COPIES * 8;
@@ -149,12 +187,14 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 1) nf4_matmul(const
         for (u32 unit = warp; unit < units; unit += warps) fetch(p, shared_at + unit * STAGE_BYTES, unit, 0, lane);
         fetched();
     }
-    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        float acc[TILES][4] = {};
-        for (u32 unit = warp; unit < units; unit += warps) {
-            const Held held = next;
-            const bool last = unit + warps >= units;
-            next = hold(p, (last ? tile + gridDim.x : tile) * 16 + g, 4 * (last ? warp : unit + warps) + q);
+    u32 tile = blockIdx.x, unit = warp, half = 0;
+    float acc[TILES][4] = {};
+    while (tile < tiles) {
+#pragma unroll
+        for (int turn = 0; turn < 2; ++turn) {
+            if (tile >= tiles) break;
+            const Held held = ahead[turn];
+            ahead[turn] = fetch_weights();
             const u32 at = (p.resident ? unit : warp) * STAGE_BYTES;
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
@@ -176,29 +216,12 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 1) nf4_matmul(const
                     }
                 }
             }
+            unit += warps;
+            if (unit < units) continue;
+            finish(p, sums + half * warps * 8 * TILES * 16, acc, tile, warp, lane);
+            unit = warp;
+            tile += gridDim.x;
+            half ^= p.resident;
         }
-        // Other warps may still read the stages that the sums take the place of.
-        if (!p.resident) __syncthreads();
-#pragma unroll
-        for (int t = 0; t < TILES; ++t)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sums[(warp * 8 * TILES + t * 8 + 2 * q + i % 2) * 16 + g + i / 2 * 8] = acc[t][i];
-        __syncthreads();
-        for (u32 at = threadIdx.x; at < p.m * 16; at += blockDim.x) {
-            float sum = 0.f;
-            for (u32 from = 0; from < warps; ++from) sum += sums[from * 8 * TILES * 16 + at];
-            const u64 to = (u64)(at / 16) * p.n + tile * 16 + at % 16;
-            if (p.y_is_f32)
-                static_cast<float*>(p.y)[to] = sum;
-            else
-                static_cast<u16*>(p.y)[to] = float_to_bf16(sum);
-        }
-        if (p.resident)
-            // The other half: a warp comes back to this one after the next barrier only.
-            sums = reinterpret_cast<float*>(shared + units * STAGE_BYTES) +
-                   (sums == reinterpret_cast<float*>(shared + units * STAGE_BYTES) ? warps * 8 * TILES * 16 : 0);
-        else
-            __syncthreads();
     }
 }

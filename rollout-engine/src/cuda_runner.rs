@@ -122,7 +122,10 @@ impl CudaRunner {
             dtype: KvDtype::Bf16,
         };
         let free = device.memory().map_err(unavailable)?.free as u64;
-        let weight_bytes = 2 * config.n_parameters();
+        let weight_bytes = match weights {
+            WeightSource::Given(weights) => weights.bytes(),
+            WeightSource::Random(_) | WeightSource::RandomQuantized(..) => 2 * config.n_parameters(),
+        };
         let limits = PoolLimits {
             bytes_per_token: layout.bytes_per_token()?,
             available_bytes: Some(free.saturating_sub(weight_bytes + RESERVE_BYTES)),

@@ -73,16 +73,17 @@ impl CudaBackend {
             .filter(|u| has_effect(u))
             .count();
         // Weights go back to the base before the adapters are beside them.
-        let restored = match self.adapters_are_merged() {
+        let merged = self.adapters_are_merged();
+        let restored = match merged {
             true => self.merge_adapters(&[], MergeMode::Merged)?.changed_modules,
             false => 0,
         };
         let writing = Instant::now();
         self.put_tables(&updates)?;
         let same =
-            resolved.len() == 1 && restored == 0 && self.policy_in_force().sha256 == resolved[0].digest();
+            resolved.len() == 1 && !merged && self.policy_in_force().sha256 == resolved[0].digest();
         let version = PolicyVersion {
-            number: self.policy_in_force().number + u64::from(restored == 0),
+            number: self.policy_in_force().number + u64::from(!merged),
             sha256: digest(&resolved),
         };
         self.set_policy_version(version);

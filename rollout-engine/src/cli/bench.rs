@@ -12,7 +12,7 @@ use clap::Args;
 use lora_merge::ActiveAdapter;
 use paged_kv::PageTable;
 use qwen3_model::cuda::{DecodeRow, StageTime, WeightSource};
-use qwen3_model::{MergeMode, PristineCopy, Qwen3Config, Weights, random_adapter};
+use qwen3_model::{MergeMode, PristineCopy, QuantType, Qwen3Config, Weights, random_adapter};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -90,9 +90,17 @@ pub(super) struct BenchArgs {
     #[arg(long, value_name = "R", value_parser = rate, conflicts_with_all = ["batches", "lora_rank"])]
     arrival_rate: Option<f64>,
 
+    /// Quantise the projections to 4 bits: nf4 or fp4. Adapters are then applied at run time.
+    #[arg(long, value_name = "TYPE")]
+    quantize: Option<QuantType>,
+
     /// Serve a random adapter of this rank on all seven projections, merged, and time a refresh.
     #[arg(long, value_name = "N", value_parser = positive)]
     lora_rank: Option<usize>,
+
+    /// Apply the adapter of --lora-rank at run time, beside the weights.
+    #[arg(long, requires = "lora_rank")]
+    no_merge_lora: bool,
 
     /// With --lora-rank, where pristine copies live: device, pinned or file.
     #[arg(long, value_name = "PLACE", default_value = "device", requires = "lora_rank")]
@@ -147,6 +155,7 @@ fn refresh(
     config: &Qwen3Config,
     rank: usize,
     seed: u64,
+    mode: MergeMode,
 ) -> Result<Refresh, CliError> {
     let adapter = |seed| {
         random_adapter(config, rank, seed)
@@ -156,7 +165,7 @@ fn refresh(
     let adapters = [[adapter(seed)?], [adapter(seed.wrapping_add(1))?]];
     let (mut total, mut merge) = (Vec::new(), Vec::new());
     for i in 0..=REFRESHES {
-        let update = runner.set_adapters(&adapters[(i + REFRESHES) % 2], MergeMode::Merged)?;
+        let update = runner.set_adapters(&adapters[(i + REFRESHES) % 2], mode)?;
         // The first one takes the pristine copies and loads the kernels.
         if i > 0 {
             total.push(update.elapsed.as_secs_f64() * 1e3);
@@ -213,8 +222,12 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
     let begin = Instant::now();
     let (mut runner, config, backend) = open(args, &pool, &settings)?;
     let load_s = begin.elapsed().as_secs_f64();
+    let mode = match args.no_merge_lora || args.quantize.is_some() {
+        true => MergeMode::Unmerged,
+        false => MergeMode::Merged,
+    };
     let refresh = match args.lora_rank {
-        Some(rank) => Some(refresh(&mut runner, &config, rank, args.seed)?),
+        Some(rank) => Some(refresh(&mut runner, &config, rank, args.seed, mode)?),
         None => None,
     };
     let start = *runner.start();
@@ -252,6 +265,8 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
             report["weights_and_kernels_s"] = json!(start.load_s);
             report["capture_s"] = json!(start.capture_s);
             report["lora_rank"] = json!(args.lora_rank);
+            report["lora_merged"] = json!(args.lora_rank.map(|_| mode == MergeMode::Merged));
+            report["quantize"] = json!(args.quantize.map(QuantType::name));
             report["refresh"] = json!(refresh);
             report["graphs"] = json!(start.graphs);
             report["peak_memory_gb"] = json!(peak as f64 / 1e9);
@@ -283,6 +298,7 @@ fn scheduler<R: Runner>(args: &BenchArgs, runner: R) -> Result<Scheduler<R>, Cli
 fn run_on_cpu(args: &BenchArgs, batches: &[usize], largest: usize) -> Result<(), CliError> {
     let only_gpu = [
         ("--lora-rank", args.lora_rank.is_some()),
+        ("--quantize", args.quantize.is_some()),
         ("--no-capture-cudagraph", args.no_capture_cudagraph),
     ];
     if let Some((flag, _)) = only_gpu.iter().find(|(_, given)| *given) {
@@ -397,8 +413,12 @@ fn open(
                 "--model random:{shape} is not known; there are random:{known}"
             ))
         })?;
-        let runner = CudaRunner::open(&config, WeightSource::Random(args.seed), pool, settings)?;
-        return Ok((runner, config, format!("cuda, {name}")));
+        let (source, how) = match args.quantize {
+            Some(t) => (WeightSource::RandomQuantized(args.seed, t), format!(" in {}", t.name())),
+            None => (WeightSource::Random(args.seed), String::new()),
+        };
+        let runner = CudaRunner::open(&config, source, pool, settings)?;
+        return Ok((runner, config, format!("cuda, {name}{how}")));
     }
     let dir = if name.is_empty() {
         bundled::model_dir()?
@@ -407,7 +427,10 @@ fn open(
     };
     let config = Qwen3Config::from_dir(&dir).map_err(Error::from)?;
     CudaRunner::check_device(settings.ordinal)?;
-    let weights = Weights::open(&dir, &config).map_err(Error::from)?;
+    let mut weights = Weights::open(&dir, &config).map_err(Error::from)?;
+    if let Some(quant_type) = args.quantize {
+        weights = weights.quantized(quant_type, false).map_err(Error::from)?;
+    }
     let runner = CudaRunner::open(&config, WeightSource::Given(&weights), pool, settings)?;
     Ok((runner, config, format!("cuda, {}", dir.display())))
 }
