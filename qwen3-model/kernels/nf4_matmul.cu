@@ -22,7 +22,7 @@
 #ifndef TILES
 #define TILES 1 // tiles of eight tokens
 #endif
-#define MAX_WARPS (TILES == 1 ? 10 : TILES <= 4 ? 16 : 8)
+#define MAX_WARPS (TILES == 2 ? 16 : TILES == 8 ? 8 : 10)
 // Columns / 8 of each block that are in shared memory at once.
 #define DEPTH (TILES == 1 ? 8 : 16 / TILES)
 #define PARTS (8 / DEPTH)

@@ -80,8 +80,7 @@ impl CudaBackend {
         };
         let writing = Instant::now();
         self.put_tables(&updates)?;
-        let same =
-            resolved.len() == 1 && !merged && self.policy_in_force().sha256 == resolved[0].digest();
+        let same = resolved.len() == 1 && !merged && self.policy_in_force().sha256 == resolved[0].digest();
         let version = PolicyVersion {
             number: self.policy_in_force().number + u64::from(!merged),
             sha256: digest(&resolved),

@@ -414,7 +414,10 @@ fn open(
             ))
         })?;
         let (source, how) = match args.quantize {
-            Some(t) => (WeightSource::RandomQuantized(args.seed, t), format!(" in {}", t.name())),
+            Some(t) => (
+                WeightSource::RandomQuantized(args.seed, t),
+                format!(" in {}", t.name()),
+            ),
             None => (WeightSource::Random(args.seed), String::new()),
         };
         let runner = CudaRunner::open(&config, source, pool, settings)?;
