@@ -54,6 +54,7 @@ COMMANDS = {
     "cargo build --release": "ci cargo run --release --bin rollout",
     "scripts/check-versions.sh": "ci scripts/check-versions.sh",
     "scripts/check-semver.sh": "ci scripts/check-semver.sh",
+    "scripts/newcomer.sh": "builds everything in a fresh clone, before a release",
     "scripts/check-packages.sh --verify": "builds every crate anew; CI does the same without the builds",
     "scripts/check-doc-commands.py": "ci scripts/check-doc-commands.py",
     "just fmt lint doc": "just",
