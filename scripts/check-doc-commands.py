@@ -4,17 +4,22 @@
 Collects the lines of all `sh` blocks, and code spans that start with a program's name, from every README and page. Each
 must be in COMMANDS below, with what is done about it:
 
-    run      it is run here, in a folder with a model, an adapter and prompts of the names that the pages use
+    run      it is run here, in a folder with a model, an adapter and prompts of the names that the pages use, in the
+             order of the pages; so is every command of `rollout` in a block that is not in the table,
+             but for `rollout serve`, which does not end: tests talk to the server, here its flags must exist
     ci TEXT  CI runs it elsewhere: TEXT stands in .ci/run or in a script that it calls
     just     a recipe of the justfile: it must be there, its line is run by CI
     gpu      needs an NVIDIA GPU
     else     the reason in words
+
+A code span such as `rollout bench --plot` need not be in it: the command and the flag must exist.
 
     scripts/check-doc-commands.py [--list]      needs target/release/rollout; --list only checks that all are known
 """
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -62,21 +67,6 @@ COMMANDS = {
     "just kernels": "just",
     "just fuzz 20": "just",
     "just gpu-tests": "just",
-    "rollout generate": "run",
-    'rollout generate --model Qwen3-0.6B --prompt "Why is the sky blue?"': "run",
-    "rollout generate --model Qwen3-0.6B --prompts in.jsonl --output out.jsonl": "run",
-    "rollout generate --prompts in.jsonl -n 16": "run",
-    "rollout generate --adapter my-adapter": "run",
-    "rollout generate --trace trace.json --metrics metrics.json": "run",
-    "rollout generate --help": "run",
-    "rollout generate | head": "run",
-    "rollout verify-no-drift --adapter my-adapter": "run",
-    "rollout verify-no-drift": "a name",
-    "rollout inspect --model Qwen3-0.6B --memory 16GB": "run",
-    "rollout plot stats.json --output throughput.svg": "run",
-    "rollout bench": "a name",
-    "rollout bench --arrival-rate": "a name",
-    "rollout generate --max-batch-size 1 --max-seq-length 256": "run",
     "cargo bench -p benches --bench lora_merge": "takes minutes; built by clippy and tests",
     "cargo bench -p benches --bench page_table": "ci cargo bench -p benches -- page_table/4096_tokens --quick",
     "cargo test --release -p paged-kv": "ci cargo test --release --workspace",
@@ -87,22 +77,31 @@ NOT_COMMANDS = re.compile(r"^(cargo|rollout|just|bash|scripts/\S+\.md)$")
 
 
 def collect():
-    """(place, command) of every command in the pages."""
+    """(place, command, whether it stands in a block) of every command in the pages."""
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
     for page in sorted(page for page in pages if page.name != "CHANGELOG.md"):
-        language = None
+        language, unfinished = None, ""
         for number, line in enumerate(page.read_text().splitlines(), 1):
             place = f"{page.relative_to(ROOT)}:{number}"
             if line.startswith("```"):
                 language = (line[3:].strip() or "sh") if language is None else None
             elif language == "sh":
-                command = re.sub(r"\s+#.*", "", line).strip()
+                # A command may go on after a backslash, and inside quotes.
+                unfinished = f"{unfinished} {line.strip()}" if unfinished else line
+                if unfinished.endswith("\\"):
+                    unfinished = unfinished[:-1].rstrip()
+                    continue
+                try:
+                    shlex.split(unfinished, comments=True)
+                except ValueError:
+                    continue
+                command, unfinished = re.sub(r"(^|\s+)#.*", "", unfinished).strip(), ""
                 if command:
-                    yield place, command
+                    yield place, command, True
             elif language is None:
                 for command in SPAN.findall(line.replace("\\|", "|")):
                     if not NOT_COMMANDS.match(command):
-                        yield place, re.sub(r"\s+#.*", "", command).strip()
+                        yield place, re.sub(r"\s+#.*", "", command).strip(), False
 
 
 def prepare(folder):
@@ -113,15 +112,41 @@ def prepare(folder):
     (folder / "in.jsonl").write_text('{"id": 1, "prompt": "Count"}\n')
 
 
+def missing_flag(command, environment):
+    """What a span such as `rollout bench --plot` names and the command does not have, if anything."""
+    words = command.split(" | ")[0].split()
+    if len(words) == 1 or words[1].startswith("-"):
+        words.insert(1, "--help")
+    known = subprocess.run(["rollout", words[1], "--help"], env=environment, capture_output=True, text=True)
+    if known.returncode != 0:
+        return words[1]
+    flags = [word for word in words[2:] if word.startswith("--")]
+    return next((flag for flag in flags if not re.search(re.escape(flag) + r"\b", known.stdout)), None)
+
+
 def main():
-    problems, found = [], {}
-    for place, command in collect():
-        found.setdefault(command, place)
+    listed_only = "--list" in sys.argv
+    binary = ROOT / os.environ.get("CARGO_TARGET_DIR", "target") / "release"
+    environment = {**os.environ, "PATH": f"{binary}:{os.environ['PATH']}"}
+    problems, blocks, spans = [], {}, {}
+    for place, command, in_block in collect():
+        (blocks if in_block else spans).setdefault(command, place)
+    found = {**spans, **blocks}
     ci = (ROOT / ".ci/run").read_text() + "".join(path.read_text() for path in (ROOT / "scripts").glob("*.sh"))
     recipes = set(re.findall(r"^([a-z-]+)(?: [^:\n]*)?:(?!=)", (ROOT / "justfile").read_text(), re.M))
+    runs = []
     for command, place in found.items():
         what = COMMANDS.get(command)
-        if what is None:
+        endless = command.startswith("rollout serve")
+        if what == "run" or (what is None and command.startswith("rollout ") and command in blocks and not endless):
+            runs.append((place, command))
+        elif what is None and command.startswith("curl "):
+            continue  # To the server.
+        elif what is None and command.startswith("rollout "):
+            missing = None if listed_only else missing_flag(command, environment)
+            if missing:
+                problems.append(f"{place}: `{command}`: there is no {missing}")
+        elif what is None:
             problems.append(f"{place}: `{command}` is not known to {pathlib.Path(__file__).name}")
         elif what.startswith("ci ") and what[3:] not in ci:
             problems.append(f"{place}: `{command}`: CI does not run `{what[3:]}`")
@@ -129,14 +154,10 @@ def main():
             missing = [name for name in command.split()[1:] if not name.isdigit() and name not in recipes]
             problems += [f"{place}: `{command}`: the justfile has no {name}" for name in missing]
     problems += [f"`{command}` is in no page any more" for command in COMMANDS if command not in found]
-    if not problems and "--list" not in sys.argv:
-        binary = ROOT / os.environ.get("CARGO_TARGET_DIR", "target") / "release"
-        environment = {**os.environ, "PATH": f"{binary}:{os.environ['PATH']}"}
+    if not listed_only:
         with tempfile.TemporaryDirectory() as folder:
             prepare(pathlib.Path(folder))
-            for command, place in found.items():
-                if COMMANDS[command] != "run":
-                    continue
+            for place, command in runs:
                 print(f"$ {command}", flush=True)
                 done = subprocess.run(
                     command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
@@ -145,8 +166,7 @@ def main():
                     problems.append(f"{place}: `{command}` exits with {done.returncode}: {done.stderr.strip()}")
     for problem in problems:
         print(problem, file=sys.stderr)
-    ran = sum(what == "run" for what in COMMANDS.values())
-    print(f"{len(found)} commands in the documentation, {ran} of them run here, {len(problems)} problems")
+    print(f"{len(found)} commands in the documentation, {len(runs)} of them to be run here, {len(problems)} problems")
     sys.exit(1 if problems else 0)
 
 
