@@ -7,6 +7,8 @@
 //! All of them may start before their predecessor in the stream has ended (programmatic dependent
 //! launch) and wait for it themselves.
 
+mod decode_layer;
+
 use bytemuck::{Pod, Zeroable};
 use cuda_graphs::{
     Compiler, Device, DeviceBuffer, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Module,
@@ -17,6 +19,9 @@ use half::bf16;
 mod four_bit;
 mod unmerged;
 
+pub use decode_layer::{
+    DecodeLayer, DecodeLayerOp, LayerStage, MAX_BLOCKS, MAX_ROWS, MAX_STAGES, StageOutput,
+};
 pub use four_bit::{FOUR_BIT_BLOCK, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
 pub use unmerged::{MAX_PARTS, PartUpdate, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables};
 
@@ -89,6 +94,7 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
         .chain(norms)
         .chain(ropes)
         .chain(others)
+        .chain(decode_layer::specs())
         .collect()
 }
 

@@ -23,6 +23,7 @@
 
 mod adapters;
 mod attention;
+mod decode_layer;
 mod four_bit;
 mod inputs;
 mod operations;
@@ -50,6 +51,7 @@ use crate::launch::{FourBitKernels, Kernels};
 use crate::{Backend, Error, Projection, QuantType, Qwen3Config, Result, StepPlan, Weights, walk};
 use adapters::Adapters;
 use attention::Attention;
+use decode_layer::LayerKernel;
 use four_bit::FourBit;
 use inputs::{DecodeInputs, PackedInputs, Sampled, SampledBy};
 use results::Results;
@@ -164,6 +166,8 @@ pub struct CudaBackend {
     kernels: Kernels,
     matmul: Matmul,
     attention: Attention,
+    /// The layers of a small decode step, where the device can run them.
+    layer_kernel: Option<LayerKernel>,
     weights: DeviceWeights,
     /// With a matrix in 4 bits only.
     four_bit: Option<FourBit>,
@@ -208,6 +212,7 @@ impl CudaBackend {
         let stream = Stream::new(device)?;
         let matmul = Matmul::new(&stream)?;
         let attention = Attention::new(&stream, compiler, &config, &options)?;
+        let layer_kernel = LayerKernel::new(device, compiler, &config)?;
         let layout = KvLayout {
             n_layers: config.n_layers,
             kv_heads: config.n_kv_heads,
@@ -259,6 +264,7 @@ impl CudaBackend {
             kernels,
             matmul,
             attention,
+            layer_kernel,
             weights,
             four_bit,
             adapters,

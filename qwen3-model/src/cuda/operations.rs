@@ -153,7 +153,7 @@ impl Backend for CudaBackend {
     }
 
     fn rms_norm(&mut self, layer: usize, norm: Norm) -> Result<()> {
-        if self.skips(Stage::Norm) {
+        if self.skips(Stage::Norm) || (self.in_layers() && (layer, norm) != (0, Norm::Attention)) {
             return Ok(());
         }
         let elements = self.n_rows() * self.config.hidden_size;
@@ -180,6 +180,13 @@ impl Backend for CudaBackend {
     }
 
     fn project(&mut self, layer: usize, matrix: FusedMatrix) -> Result<()> {
+        if self.in_layers() {
+            return match (layer, matrix) {
+                (0, FusedMatrix::Qkv) if !self.skips(Stage::Qkv) => self.first_product(),
+                (_, FusedMatrix::O) if !self.skips(Stage::Layer) => self.layer_products(layer),
+                _ => Ok(()),
+            };
+        }
         if self.skips(Stage::of(matrix)) {
             return Ok(());
         }
@@ -279,7 +286,7 @@ impl Backend for CudaBackend {
     }
 
     fn silu_mul(&mut self) -> Result<()> {
-        if self.skips(Stage::SiluMul) {
+        if self.skips(Stage::SiluMul) || self.in_layers() {
             return Ok(());
         }
         let (rows, inner) = (self.n_rows(), self.config.intermediate_size);
@@ -293,7 +300,8 @@ impl Backend for CudaBackend {
     }
 
     fn logits(&mut self) -> Result<()> {
-        if self.skips(Stage::Head) {
+        if self.skips(Stage::Head) || self.in_layers() {
+            self.host_logits.clear();
             return Ok(());
         }
         let (wanted, room) = match self.rows {

@@ -34,6 +34,8 @@ pub enum Stage {
     SiluMul,
     /// Down product.
     Down,
+    /// All products but the first, and what lies between them, where one kernel per layer does them.
+    Layer,
     /// Final norm and output head.
     Head,
     /// Arg-max and log-probability.
@@ -42,7 +44,7 @@ pub enum Stage {
 
 impl Stage {
     /// All, in the order of the walk.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Embed,
         Self::Norm,
         Self::Qkv,
@@ -52,6 +54,7 @@ impl Stage {
         Self::GateUp,
         Self::SiluMul,
         Self::Down,
+        Self::Layer,
         Self::Head,
         Self::Sample,
     ];
@@ -77,6 +80,7 @@ impl Stage {
             Self::GateUp => "gate_up",
             Self::SiluMul => "silu_mul",
             Self::Down => "down",
+            Self::Layer => "layer",
             Self::Head => "head",
             Self::Sample => "sample",
         }
