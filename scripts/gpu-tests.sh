@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests that need an NVIDIA GPU and prints one summary.
+# Runs the tests and the examples that need an NVIDIA GPU and prints one summary.
 #
 #   scripts/gpu-tests.sh [options]
 #     --bin DIR          run the test binaries in DIR instead of building with cargo
@@ -39,14 +39,20 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-# Paths of the test binaries that cargo builds, one a line.
+# Programs among the examples that compute on a GPU and check what they get.
+examples=(custom_mask_gpu graph_per_bucket)
+
+# Paths of the test binaries and examples that cargo builds, one a line.
 build() {
-  local output
+  local output example arguments=()
   output=$(cargo test --release --workspace --features examples/cuda --lib --tests --no-run 2>&1) || {
     printf '%s\n' "$output" >&2
     return 1
   }
   printf '%s\n' "$output" | sed -n 's/^ *Executable.*(\(.*\))$/\1/p'
+  for example in "${examples[@]}"; do arguments+=(--example "$example"); done
+  cargo build --quiet --release -p examples --features cuda "${arguments[@]}" >&2 || return 1
+  for example in "${examples[@]}"; do echo "${CARGO_TARGET_DIR:-target}/release/examples/$example"; done
 }
 
 binaries=()
@@ -65,7 +71,7 @@ if [ -n "$collect" ]; then
     objcopy --strip-debug "$file" "$collect/$(basename "$file")" 2>/dev/null || cp "$file" "$collect/"
     chmod +x "$collect/$(basename "$file")"
   done
-  echo "${#binaries[@]} test binaries in $collect"
+  echo "${#binaries[@]} binaries of tests and examples in $collect"
   exit 0
 fi
 
@@ -116,8 +122,26 @@ run() { # NAME BINARY [PREFIX...]
   fi
 }
 
+# An example passes if it ends well and does not say that it had no GPU.
+run_example() { # NAME BINARY
+  local name=$1 log=$logs/$1.log start=$SECONDS status state=ok
+  timeout "$timeout" "$2" >"$log" 2>&1
+  status=$?
+  if [ $status -ne 0 ]; then state="FAILED (exit $status)"; broken=$((broken + 1)) total_failed=$((total_failed + 1))
+  elif grep -q '^No GPU' "$log"; then state="SKIPPED 1"; total_skipped=$((total_skipped + 1))
+  else total_passed=$((total_passed + 1))
+  fi
+  summary+=$(printf '%-44s %35d s  %s' "example $name" $((SECONDS - start)) "$state")$'\n'
+  echo "example $name: $state"
+}
+
 for binary in "${binaries[@]}"; do
   name=$(basename "$binary")
+  case " ${examples[*]} " in
+    *" $name "*)
+      if [ -z "$tools$filter" ]; then run_example "$name" "$binary"; fi
+      continue ;;
+  esac
   # Tests marked `ignore` are those that need a GPU; a build without the feature `cuda` has none.
   gpu_tests=$("$binary" --list --ignored ${filter:+"$filter"} 2>/dev/null | grep -c ': test$')
   total_gpu=$((total_gpu + gpu_tests))
