@@ -23,8 +23,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) prefill_att
   const int longest = t.position + (t.first_row + tile.rows - 1) / p.group + 1;
   const int window = p.window > 0 ? p.window : 0x7fffffff;
   CausalSource source{p, rows, t.slot, t.chunk};
-  source.first_block = shortest > window ? (shortest - window) / BLOCK_N : 0;
-  source.count = (longest + BLOCK_N - 1) / BLOCK_N - source.first_block;
+  source.first_block = t.first_block;
+  source.count = t.blocks;
   source.full_from = longest > window ? (longest - window + BLOCK_N - 1) / BLOCK_N : 0;
   source.full_to = shortest / BLOCK_N;
   source.last = longest;

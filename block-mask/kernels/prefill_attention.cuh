@@ -146,41 +146,48 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, u32 q, u32 k, int 
   }
 }
 
-// Scores become weights in base 2; the running sum is rescaled to the new maximum.
+// Scores of rows (m, j) become weights in base 2, relative to the new maximum. Returns what the rows' running sum has to be
+// multiplied by, which is exactly 1 while the maximum stays.
+__device__ __forceinline__ float weigh(Scores& scores, PrefillState& s, float scale_log2, int m, int j) {
+  float maximum = s.maximum[m][j];
+#pragma unroll
+  for (int n = 0; n < N_COLUMN_TILES; n++) maximum = fmaxf(maximum, fmaxf(scores[m][n][2 * j], scores[m][n][2 * j + 1]));
+  maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 1));
+  maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 2));
+#if ROWS_SAFE
+  const float base = product(maximum, scale_log2);
+#else
+  const float base = product(finite_maximum(maximum), scale_log2);
+#endif
+  const float rescale = exp2_approx(product(s.maximum[m][j], scale_log2) - base);
+  s.maximum[m][j] = maximum;
+  float total = 0.f;
+#pragma unroll
+  for (int n = 0; n < N_COLUMN_TILES; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const float weight = exp2_approx(fmaf(scores[m][n][2 * j + c], scale_log2, -base));
+      scores[m][n][2 * j + c] = weight;
+      total += weight;
+    }
+  s.total[m][j] = fmaf(s.total[m][j], rescale, total);
+  return rescale;
+}
+
+__device__ __forceinline__ void rescale_sum(PrefillState& s, float rescale, int m, int j) {
+#pragma unroll
+  for (int d = 0; d < HEAD_DIM / 8; d++) {
+    s.sum[m][d][2 * j] *= rescale;
+    s.sum[m][d][2 * j + 1] *= rescale;
+  }
+}
+
+// Scores become weights; the running sum is rescaled to the new maximum.
 __device__ __forceinline__ void soften(Scores& scores, PrefillState& s, float scale_log2) {
 #pragma unroll
   for (int m = 0; m < M_TILES; m++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      float maximum = s.maximum[m][j];
-#pragma unroll
-      for (int n = 0; n < N_COLUMN_TILES; n++) maximum = fmaxf(maximum, fmaxf(scores[m][n][2 * j], scores[m][n][2 * j + 1]));
-      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 1));
-      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 2));
-#if ROWS_SAFE
-      const float base = product(maximum, scale_log2);
-#else
-      const float base = product(finite_maximum(maximum), scale_log2);
-#endif
-      // Exactly 1 while the maximum stays.
-      const float rescale = exp2_approx(product(s.maximum[m][j], scale_log2) - base);
-      s.maximum[m][j] = maximum;
-      float total = 0.f;
-#pragma unroll
-      for (int n = 0; n < N_COLUMN_TILES; n++)
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-          const float weight = exp2_approx(fmaf(scores[m][n][2 * j + c], scale_log2, -base));
-          scores[m][n][2 * j + c] = weight;
-          total += weight;
-        }
-      s.total[m][j] = fmaf(s.total[m][j], rescale, total);
-#pragma unroll
-      for (int d = 0; d < HEAD_DIM / 8; d++) {
-        s.sum[m][d][2 * j] *= rescale;
-        s.sum[m][d][2 * j + 1] *= rescale;
-      }
-    }
+    for (int j = 0; j < 2; j++) rescale_sum(s, weigh(scores, s, scale_log2, m, j), m, j);
 }
 
 __device__ __forceinline__ void multiply_values(PrefillState& s, const Scores& weights, u32 v, int lane) {

@@ -13,7 +13,7 @@ struct PrefillTile {
   int slot, position;  // of its sequence; logical position of its first token
   int first_row;       // of q_len * group
   int chunk;           // what the functions see as b
-  int reserved[2];
+  int first_block, blocks;  // of BLOCK_N keys: those that some row sees
 };
 
 struct PrefillParams {

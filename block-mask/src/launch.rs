@@ -6,7 +6,9 @@
 #![allow(unsafe_code)]
 
 use bytemuck::{Pod, Zeroable};
-use cuda_graphs::{DeviceSlice, Kernel, LaunchConfig, Stream};
+use cuda_graphs::{
+    DeviceSlice, Kernel, LaunchConfig, Stream, Swizzle, TensorElement, TensorMap, TensorMapSpec,
+};
 use half::bf16;
 
 use crate::cuda::{AttentionShape, CudaError};
@@ -87,7 +89,7 @@ struct PrefillParams {
     captures: u64,
 }
 
-/// A tile of the kernel prefill_attention.
+/// A tile of the kernels prefill_attention and prefill_wgmma.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct PrefillTile {
@@ -97,7 +99,19 @@ pub(crate) struct PrefillTile {
     pub(crate) position: i32,
     pub(crate) first_row: i32,
     pub(crate) chunk: i32,
-    pub(crate) reserved: [i32; 2],
+    pub(crate) first_block: i32,
+    pub(crate) blocks: i32,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct PrefillWgmmaParams {
+    k: TensorMap,
+    v: TensorMap,
+    prefill: PrefillParams,
+    kv_heads: i32,
+    units: i32,
+    reserved: [i32; 2],
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -397,10 +411,11 @@ pub(crate) fn decode_attention(
     Ok(())
 }
 
-/// What prefill_attention is given.
+/// What prefill_attention and prefill_wgmma are given.
 pub(crate) struct Prefill<'a> {
     pub(crate) shape: AttentionShape,
-    /// Every tile of the list lies within this many rows of Q, names a slot of the table and a position in it.
+    /// Every tile of the list lies within this many rows of Q, names a slot of the table and a position in it, and visits at
+    /// least one block of keys.
     pub(crate) tokens: usize,
     pub(crate) tiles: DeviceSlice<'a, PrefillTile>,
     pub(crate) q: DeviceSlice<'a, bf16>,
@@ -418,8 +433,7 @@ pub(crate) struct Prefill<'a> {
     pub(crate) shared_bytes: u32,
 }
 
-/// Attends for every tile of the list.
-pub(crate) fn prefill_attention(kernel: &Kernel, stream: &Stream, of: &Prefill<'_>) -> Result<(), CudaError> {
+fn prefill_params(kernel: &Kernel, stream: &Stream, of: &Prefill<'_>) -> Result<PrefillParams, CudaError> {
     let shape = &of.shape;
     check_cache(kernel, stream, shape, of.k, of.v)?;
     let row = shape.heads * shape.head_dim;
@@ -433,10 +447,7 @@ pub(crate) fn prefill_attention(kernel: &Kernel, stream: &Stream, of: &Prefill<'
         here(kernel, stream, "lse", lse)?;
         at_least("lse", of.tokens * shape.heads, lse.len())?;
     }
-    if of.tiles.is_empty() {
-        return Ok(());
-    }
-    let params = PrefillParams {
+    Ok(PrefillParams {
         q: of.q.ptr(),
         k: of.k.ptr(),
         v: of.v.ptr(),
@@ -453,12 +464,58 @@ pub(crate) fn prefill_attention(kernel: &Kernel, stream: &Stream, of: &Prefill<'
             .map_or(0, |window| window.clamp(1, i32::MAX as usize) as i32),
         scale: of.scale,
         captures: of.captures,
-    };
+    })
+}
+
+/// Attends for every tile of the list.
+pub(crate) fn prefill_attention(kernel: &Kernel, stream: &Stream, of: &Prefill<'_>) -> Result<(), CudaError> {
+    let params = prefill_params(kernel, stream, of)?;
+    if of.tiles.is_empty() {
+        return Ok(());
+    }
     let tiles = int("tiles", of.tiles.len())? as u32;
-    let config = LaunchConfig::with_dimensions([tiles, shape.kv_heads as u32, 1], [of.threads, 1, 1])
-        .dynamic_shared_bytes(of.shared_bytes);
+    let grid = [tiles, of.shape.kv_heads as u32, 1];
+    let config =
+        LaunchConfig::with_dimensions(grid, [of.threads, 1, 1]).dynamic_shared_bytes(of.shared_bytes);
     // SAFETY: the tiles were checked when the list was made; lengths, strides and alignment are checked above;
     // `captures` as in `decode_attention`.
+    unsafe { kernel.launch(stream, &config, &params) }?;
+    Ok(())
+}
+
+/// The same with warpgroup products, on compute capability 9.0. `block_n`: keys of a block of the kernel.
+pub(crate) fn prefill_wgmma(
+    kernel: &Kernel,
+    stream: &Stream,
+    of: &Prefill<'_>,
+    block_n: usize,
+) -> Result<(), CudaError> {
+    let prefill = prefill_params(kernel, stream, of)?;
+    if of.tiles.is_empty() {
+        return Ok(());
+    }
+    let shape = &of.shape;
+    let row_bytes = shape.head_dim as u64 * 2;
+    let positions = (shape.n_pages * shape.page_size) as u64;
+    let spec = TensorMapSpec {
+        element: TensorElement::Bf16,
+        dims: &[shape.head_dim as u64, positions, shape.kv_heads as u64],
+        strides: &[row_bytes, row_bytes * positions],
+        box_dims: &[64, shape.page_size.min(block_n) as u32, 1],
+        swizzle: Swizzle::Bytes128,
+    };
+    let units = int("tiles", of.tiles.len().saturating_mul(shape.kv_heads))?;
+    let params = PrefillWgmmaParams {
+        k: TensorMap::tiled(of.k, &spec)?,
+        v: TensorMap::tiled(of.v, &spec)?,
+        prefill,
+        kv_heads: shape.kv_heads as i32,
+        units,
+        reserved: [0; 2],
+    };
+    let blocks = (units as u32).min(kernel.device().info().multiprocessors.max(1));
+    let config = LaunchConfig::new(blocks, of.threads).dynamic_shared_bytes(of.shared_bytes);
+    // SAFETY: as in `prefill_attention`; the tensor maps describe the cache, whose length is checked.
     unsafe { kernel.launch(stream, &config, &params) }?;
     Ok(())
 }

@@ -20,13 +20,24 @@ struct Setup {
     score: Option<ScoreMod>,
 }
 
+/// The form for every device, and the one for this device if it is another.
+fn forms(gpu: &Gpu) -> Vec<TileOptions> {
+    let mut forms = vec![TileOptions::default(), TileOptions::for_device(gpu.device.info())];
+    forms.dedup();
+    forms
+}
+
 impl Setup {
     fn plain(group: usize) -> Setup {
+        Setup::with(group, TileOptions::default())
+    }
+
+    fn with(group: usize, options: TileOptions) -> Setup {
         Setup {
             group,
             window: None,
             scale: None,
-            options: TileOptions::default(),
+            options,
             mask: None,
             score: None,
         }
@@ -233,7 +244,8 @@ fn random_starts(random: &mut Random, sequences: &Sequences) -> Vec<usize> {
 #[ignore = "needs an NVIDIA GPU"]
 fn random_chunks_and_options_stay_within_twice_the_error_of_bf16() {
     let gpu = gpu();
-    for seed in 0..20 {
+    let forms = forms(&gpu);
+    for seed in 0..30 {
         let mut random = Random::new(seed);
         let head_dim = random.pick(&[64, 128]);
         let sequences = random_sequences(&mut random, head_dim);
@@ -243,6 +255,10 @@ fn random_chunks_and_options_stay_within_twice_the_error_of_bf16() {
         setup.options.block_n = random.pick(&[32, 64, 128]);
         setup.options.stages = random.within(1, 2);
         setup.options.blocks_per_multiprocessor = 1;
+        if random.below(2) == 0 {
+            setup.options = random.pick(&forms);
+            setup.options.block_n = random.pick(&[64, 128]);
+        }
         let mut attention = match setup.attention(&gpu, &sequences) {
             Err(CudaError::OptionRefused { .. }) => continue,
             made => made.unwrap(),
@@ -280,9 +296,12 @@ fn every_ratio_of_query_to_kv_heads_and_every_page_size() {
     let gpu = gpu();
     let mut random = Random::new(100);
     for group in 1..=16 {
-        for head_dim in [64, 128] {
+        for (head_dim, form) in [64, 128]
+            .iter()
+            .flat_map(|&d| forms(&gpu).into_iter().map(move |form| (d, form)))
+        {
             let sequences = Sequences::new(&mut random, 2, head_dim, 16 << (group % 5), &[70, 33]);
-            let setup = Setup::plain(group);
+            let setup = Setup::with(group, form);
             let mut attention = setup.attention(&gpu, &sequences).unwrap();
             let placed = sequences.place(&gpu, &mut random);
             let queries = Queries::new(&mut random, &setup, &sequences, vec![40, 0], 0);
@@ -296,7 +315,7 @@ fn every_ratio_of_query_to_kv_heads_and_every_page_size() {
                 &queries,
                 &chunks,
             );
-            let what = format!("group {group}, head_dim {head_dim}");
+            let what = format!("group {group}, head_dim {head_dim}, {form:?}");
             compare(&setup, &sequences, &queries, &chunks, &placed, &result, &what);
         }
     }
@@ -306,12 +325,12 @@ fn every_ratio_of_query_to_kv_heads_and_every_page_size() {
 #[ignore = "needs an NVIDIA GPU"]
 fn neither_the_placement_of_pages_nor_the_cut_into_chunks_changes_a_bit() {
     let gpu = gpu();
-    for seed in 0..6 {
+    for (seed, form) in (0..6).flat_map(|seed| forms(&gpu).into_iter().map(move |form| (seed, form))) {
         let mut random = Random::new(200 + seed);
         let sequences = Sequences::new(&mut random, 2, 128, 32, &[300, 77, 129]);
         let setup = Setup {
             window: (seed % 2 == 1).then_some(60),
-            ..Setup::plain(4)
+            ..Setup::with(4, form)
         };
         let mut attention = setup.attention(&gpu, &sequences).unwrap();
         let queries = Queries::new(&mut random, &setup, &sequences, vec![0; 3], 0);
@@ -339,10 +358,10 @@ fn neither_the_placement_of_pages_nor_the_cut_into_chunks_changes_a_bit() {
 #[ignore = "needs an NVIDIA GPU"]
 fn mask_and_score_functions_are_applied_as_on_the_cpu() {
     let gpu = gpu();
-    for seed in 0..6 {
+    for (seed, form) in (0..6).flat_map(|seed| forms(&gpu).into_iter().map(move |form| (seed, form))) {
         let mut random = Random::new(300 + seed);
         let sequences = random_sequences(&mut random, 128);
-        let mut setup = Setup::plain(random.within(1, 4));
+        let mut setup = Setup::with(random.within(1, 4), form);
         let heads = setup.heads(&sequences);
         let window = MaskMod::sliding_window(random.within(1, 50));
         setup.mask = (seed % 3 != 0).then(|| window | MaskMod::prefix_lm(vec![3, 0, 9]));
@@ -371,6 +390,44 @@ fn mask_and_score_functions_are_applied_as_on_the_cpu() {
             &result,
             &format!("seed {seed}"),
         );
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn more_tiles_than_multiprocessors() {
+    let gpu = gpu();
+    for form in forms(&gpu) {
+        let mut random = Random::new(450);
+        let lens: Vec<usize> = (0..40).map(|_| random.within(1, 90)).chain([400]).collect();
+        let sequences = Sequences::new(&mut random, 8, 64, 16, &lens);
+        let setup = Setup::with(4, form);
+        let mut attention = setup.attention(&gpu, &sequences).unwrap();
+        let placed = sequences.place(&gpu, &mut random);
+        let starts = random_starts(&mut random, &sequences);
+        let queries = Queries::new(&mut random, &setup, &sequences, starts, 3);
+        let chunks = queries.chunks(&mut random, &sequences, &placed, false);
+        // Twice: a launch leaves nothing behind that the next one could stumble over.
+        for _ in 0..2 {
+            let result = run(
+                &gpu,
+                &setup,
+                &mut attention,
+                &sequences,
+                &placed,
+                &queries,
+                &chunks,
+            );
+            compare(
+                &setup,
+                &sequences,
+                &queries,
+                &chunks,
+                &placed,
+                &result,
+                &format!("{form:?}"),
+            );
+        }
     }
 }
 

@@ -268,19 +268,35 @@ fn prefill_rate() {
         "{}, causal prefill, {HEADS}/{KV_HEADS} heads of {D}",
         gpu.device.info().name
     );
-    eprintln!("prompts                    m x   n  warps  stages  blocks        us  TFLOP/s");
+    eprintln!("prompts                    m x   n  warps  stages  blocks  products          us  TFLOP/s");
     let common: Vec<usize> = (0..64).map(|i| 64 + (i * 37) % 193).collect();
-    for (name, lens) in [("1 of 4096", vec![4096]), ("64 of 64..256", common)] {
+    for (name, lens) in [
+        ("1 of 4096", vec![4096]),
+        ("1 of 32768", vec![32_768]),
+        ("64 of 64..256", common),
+    ] {
         // Products of Q K and P V over the cells on and below the diagonal.
         let cells: usize = lens.iter().map(|len| len * (len + 1) / 2).sum();
         let flop = (4 * cells * HEADS * D) as f64;
-        for (block_m, block_n, warps, stages, blocks) in [(128, 64, 4, 1, 2), (64, 64, 4, 1, 2)] {
-            let mut options = TileOptions::default();
-            (options.block_m, options.block_n, options.warps) = (block_m, block_n, warps);
-            (options.stages, options.blocks_per_multiprocessor) = (stages, blocks);
+        let mut small = TileOptions::default();
+        small.block_m = 64;
+        let best = TileOptions::for_device(gpu.device.info());
+        let mut narrow = best;
+        narrow.block_n = 64;
+        for options in [TileOptions::default(), small, best, narrow] {
             let ms = time_prefill(&gpu, &source, &lens, options);
+            let TileOptions {
+                block_m,
+                block_n,
+                warps,
+                stages,
+                blocks_per_multiprocessor: blocks,
+                warpgroup_products,
+                ..
+            } = options;
+            let products = if warpgroup_products { "warpgroups" } else { "warps" };
             eprintln!(
-                "{name:<24} {block_m:>4} x {block_n:>3}  {warps:>5}  {stages:>6}  {blocks:>6}  {:>8.1}  {:>7.1}",
+                "{name:<24} {block_m:>4} x {block_n:>3}  {warps:>5}  {stages:>6}  {blocks:>6}  {products:<10}  {:>8.1}  {:>7.1}",
                 ms * 1e3,
                 flop / f64::from(ms) / 1e9
             );

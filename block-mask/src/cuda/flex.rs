@@ -193,6 +193,13 @@ impl FlexAttention {
         let device: &Device = stream.device();
         let scale = check_scale(scale.unwrap_or(shape.default_scale()))?;
         options.check(&shape, scale)?;
+        if options.warpgroup_products {
+            let why = "causal prefill alone has a form with them".to_owned();
+            return Err(CudaError::OptionRefused {
+                option: "warpgroup_products",
+                why,
+            });
+        }
         if options.rows_guaranteed_safe && score_mod.is_some() {
             let why = "a score function can make every score −∞".to_owned();
             return Err(CudaError::OptionRefused {
@@ -283,7 +290,7 @@ impl FlexAttention {
             v: args.v,
             scale: self.scale,
             captures: self.functions.captures(stream),
-            threads: self.options.warps as u32 * 32,
+            threads: self.options.threads(),
             shared_bytes: self.options.shared_bytes(shape) as u32,
         };
         launch::flex_attention(&self.kernel, stream, &flex)

@@ -11,7 +11,7 @@
 //! **Invariants.** The order of every sum depends on the row's own sequence alone: neither the other rows, nor where pages
 //! lie, nor (in prefill) how the sequence is cut into chunks changes a bit of a row's output. In decoding the number of
 //! rows of the step does, unless [`DecodeOptions::split`] fixes where rows are cut. Nothing at or past a
-//! sequence's length and no page that its slot does not own is read. A row that sees no key gives 0 and a log-sum-exp
+//! sequence's length and no page that its slot does not own takes part, whatever is there. A row that sees no key gives 0 and a log-sum-exp
 //! of −∞.
 //!
 //! What may surprise: a key that a *function* hides is read all the same, and its weight is 0; if its value is NaN or
@@ -25,6 +25,7 @@ mod flex;
 mod functions;
 mod options;
 mod prefill;
+mod prefill_tiles;
 mod shape;
 mod specs;
 

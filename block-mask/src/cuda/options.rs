@@ -117,6 +117,9 @@ const SMALLEST_SPLIT: usize = 128;
 pub(crate) const DECODE_FORMS: [(usize, usize, usize); 6] =
     [(4, 3, 2), (4, 4, 1), (4, 3, 1), (2, 5, 1), (2, 3, 1), (2, 2, 1)];
 
+/// The one compute capability that has warpgroup products.
+const WARPGROUP_CAPABILITY: (u32, u32) = (9, 0);
+
 /// Options of [`PrefillAttention`](super::PrefillAttention) and [`FlexAttention`](super::FlexAttention).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -135,6 +138,10 @@ pub struct TileOptions {
     pub prescale_qk: bool,
     /// Leave out the guards against rows that see no key. Refused where such a row is possible.
     pub rows_guaranteed_safe: bool,
+    /// Multiply by warpgroups of four warps (`wgmma`), with keys and values brought by the tensor memory accelerator.
+    /// [`PrefillAttention`](super::PrefillAttention) on compute capability 9.0 alone; needs 128 query rows, 64 or 128
+    /// keys, 8 warps, 2 stages and one block a multiprocessor.
+    pub warpgroup_products: bool,
 }
 
 impl Default for TileOptions {
@@ -147,11 +154,35 @@ impl Default for TileOptions {
             blocks_per_multiprocessor: 2,
             prescale_qk: false,
             rows_guaranteed_safe: false,
+            warpgroup_products: false,
         }
     }
 }
 
 impl TileOptions {
+    /// What is best for [`PrefillAttention`](super::PrefillAttention) on this device as far as we know: warpgroup products
+    /// where there are any.
+    pub fn for_device(info: &DeviceInfo) -> TileOptions {
+        if info.compute_capability == WARPGROUP_CAPABILITY {
+            TileOptions::warpgroups()
+        } else {
+            TileOptions::default()
+        }
+    }
+
+    pub(crate) fn warpgroups() -> TileOptions {
+        TileOptions {
+            block_m: 128,
+            block_n: 128,
+            warps: 8,
+            stages: 2,
+            blocks_per_multiprocessor: 1,
+            prescale_qk: false,
+            rows_guaranteed_safe: false,
+            warpgroup_products: true,
+        }
+    }
+
     pub(crate) fn check(&self, shape: &AttentionShape, scale: f32) -> Result<(), CudaError> {
         let refuse = |option, why: String| Err(CudaError::OptionRefused { option, why });
         if ![64, 128].contains(&self.block_m) {
@@ -186,7 +217,32 @@ impl TileOptions {
                 format!("the scale {scale} is no power of two, Q would be rounded again"),
             );
         }
+        let form = (
+            self.block_m,
+            self.warps,
+            self.stages,
+            self.blocks_per_multiprocessor,
+        );
+        if self.warpgroup_products && (form != (128, 8, 2, 1) || self.block_n == 32 || self.prescale_qk) {
+            return refuse(
+                "warpgroup_products",
+                "they take 128 rows, 64 or 128 keys, 8 warps, 2 stages, one block, and no prescaling"
+                    .to_owned(),
+            );
+        }
         Ok(())
+    }
+
+    /// Refuses warpgroup products where the device has none.
+    pub(crate) fn check_device(&self, info: &DeviceInfo) -> Result<(), CudaError> {
+        if !self.warpgroup_products || info.compute_capability == WARPGROUP_CAPABILITY {
+            return Ok(());
+        }
+        let (major, minor) = info.compute_capability;
+        Err(CudaError::OptionRefused {
+            option: "warpgroup_products",
+            why: format!("the device has compute capability {major}.{minor}, they are of 9.0 alone"),
+        })
     }
 
     /// Refuses `rows_guaranteed_safe` for reasons that are known when the kernel is made.
@@ -212,9 +268,21 @@ impl TileOptions {
         })
     }
 
-    /// Dynamic shared memory of a block; in step with prefill_attention.cuh.
+    /// Dynamic shared memory of a block; in step with prefill_attention.cuh and prefill_wgmma.cuh.
     pub(crate) fn shared_bytes(&self, shape: &AttentionShape) -> usize {
-        (self.block_m + 2 * self.stages * self.block_n) * shape.head_dim * 2
+        // Warpgroups stage their output beside the next tile's queries, and have barriers.
+        let (tiles, barriers) = if self.warpgroup_products {
+            (2, 8 * (4 * self.stages + 1))
+        } else {
+            (1, 0)
+        };
+        (tiles * self.block_m + 2 * self.stages * self.block_n) * shape.head_dim * 2 + barriers
+    }
+
+    /// Threads of a block: one warpgroup more where it brings the keys.
+    pub(crate) fn threads(&self) -> u32 {
+        let loading = if self.warpgroup_products { 128 } else { 0 };
+        self.warps as u32 * 32 + loading
     }
 }
 
@@ -333,6 +401,56 @@ mod tests {
                     })
                 ),
                 "{scale}"
+            );
+        }
+    }
+
+    #[test]
+    fn warpgroup_products_are_for_one_capability_and_one_form() {
+        let mut info = device(227 << 10, 228 << 10);
+        assert_eq!(TileOptions::for_device(&info), TileOptions::default());
+        let options = TileOptions::warpgroups();
+        assert!(options.check_device(&info).is_err());
+        info.compute_capability = (9, 0);
+        assert_eq!(TileOptions::for_device(&info), options);
+        assert!(options.check_device(&info).is_ok());
+        for head_dim in [64, 128] {
+            let shape = shape(4, head_dim);
+            assert!(options.check(&shape, 0.1).is_ok());
+            assert!(options.shared_bytes(&shape) <= info.shared_bytes_per_block);
+        }
+        assert_eq!(options.threads(), 384);
+        for wrong in [
+            TileOptions {
+                block_m: 64,
+                warps: 4,
+                ..options
+            },
+            TileOptions {
+                block_n: 32,
+                ..options
+            },
+            TileOptions { warps: 4, ..options },
+            TileOptions { stages: 1, ..options },
+            TileOptions {
+                blocks_per_multiprocessor: 2,
+                ..options
+            },
+            TileOptions {
+                prescale_qk: true,
+                ..options
+            },
+        ] {
+            let refused = wrong.check(&shape(4, 64), 0.125);
+            assert!(
+                matches!(
+                    refused,
+                    Err(CudaError::OptionRefused {
+                        option: "warpgroup_products",
+                        ..
+                    })
+                ),
+                "{wrong:?}"
             );
         }
     }

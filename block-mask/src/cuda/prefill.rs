@@ -4,6 +4,7 @@ use cuda_graphs::{Compiler, Device, DeviceBuffer, DeviceSlice, Event, Kernel, Pi
 use half::bf16;
 use paged_kv::Slot;
 
+use super::prefill_tiles::Tiling;
 use super::shape::check_scale;
 use super::specs::prefill_spec;
 use super::{AttentionShape, CudaError, Functions, TileOptions};
@@ -42,8 +43,8 @@ pub struct PrefillChunk {
 /// Causal attention of packed chunks, first and later pieces of sequences alike, over the pages of their slots.
 ///
 /// A chunk is cut into tiles of [`TileOptions::block_m`] rows, where a row is a token and one of the query heads that
-/// share a KV head; the tiles with the longest contexts start first. How a sequence is cut into chunks does not change
-/// a bit of its result.
+/// share a KV head; the tiles with the longest contexts start first, and each visits the blocks of keys that its rows see
+/// and no other. How a sequence is cut into chunks does not change a bit of its result.
 pub struct PrefillAttention {
     shape: AttentionShape,
     limits: PrefillLimits,
@@ -56,8 +57,18 @@ pub struct PrefillAttention {
     stages: Vec<(PinnedBuffer<PrefillTile>, Event, bool)>,
     next: usize,
     list: Vec<PrefillTile>,
-    /// Tokens and tiles of the last plan.
-    planned: (usize, usize),
+    /// Of the last plan.
+    planned: Planned,
+}
+
+/// What a tile list holds.
+#[derive(Clone, Copy, Debug, Default)]
+struct Planned {
+    /// Rows of Q that its tiles reach.
+    tokens: usize,
+    tiles: usize,
+    /// Blocks of keys that its tiles visit.
+    blocks: usize,
 }
 
 /// The arguments of [`PrefillPlan::run`].
@@ -100,6 +111,7 @@ impl PrefillAttention {
         shape.check()?;
         let scale = check_scale(scale.unwrap_or(shape.default_scale()))?;
         options.check(&shape, scale)?;
+        options.check_device(device.info())?;
         options.check_rows_safe(&functions, window)?;
         // Token 0 is in the first block and visible to every row: nothing is lost by leaving the guards out.
         if !functions.has_mask() && !functions.has_score() && window.is_none() {
@@ -110,7 +122,11 @@ impl PrefillAttention {
         let max_tiles = (tokens / options.block_m).saturating_add(limits.max_chunks);
         let kernel = compiler
             .load(device, &prefill_spec(shape.head_dim, &options, &functions))?
-            .kernel("prefill_attention")?;
+            .kernel(if options.warpgroup_products {
+                "prefill_wgmma"
+            } else {
+                "prefill_attention"
+            })?;
         let stages = (0..STAGES)
             .map(|_| {
                 Ok((
@@ -132,7 +148,7 @@ impl PrefillAttention {
             stages,
             next: 0,
             list: Vec::with_capacity(max_tiles),
-            planned: (0, 0),
+            planned: Planned::default(),
         })
     }
 
@@ -141,7 +157,7 @@ impl PrefillAttention {
     /// # Errors
     /// [`CudaError::TooMany`] beyond the limits or the table, [`CudaError::Cuda`]. Panics: none.
     pub fn plan(&mut self, stream: &Stream, chunks: &[PrefillChunk]) -> Result<PrefillPlan<'_>, CudaError> {
-        self.planned = (0, 0);
+        self.planned = Planned::default();
         let limits = &self.limits;
         let max_len = limits
             .max_pages_per_slot
@@ -155,6 +171,12 @@ impl PrefillAttention {
             }
         };
         within("chunks of a step", chunks.len(), limits.max_chunks)?;
+        let tiling = Tiling {
+            group: self.shape.group(),
+            block_m: self.options.block_m,
+            block_n: self.options.block_n,
+            window: self.window.map_or(usize::MAX, |window| window.max(1)),
+        };
         let mut tokens = 0;
         self.list.clear();
         for (index, chunk) in chunks.iter().enumerate() {
@@ -171,18 +193,7 @@ impl PrefillAttention {
                 max_len,
             )?;
             tokens = tokens.max(end);
-            let rows = chunk.q_len * self.shape.group();
-            let tile = |first_row: usize| PrefillTile {
-                q_start: chunk.q_start as i32,
-                q_len: chunk.q_len as i32,
-                slot: chunk.slot.index() as i32,
-                position: chunk.position as i32,
-                first_row: first_row as i32,
-                chunk: index as i32,
-                reserved: [0; 2],
-            };
-            self.list
-                .extend((0..rows).step_by(self.options.block_m).map(tile));
+            self.list.extend(tiling.tiles(index, *chunk));
         }
         // Overlapping chunks can name more tiles than there are rows.
         within("tiles of a step", self.list.len(), self.tiles.len())?;
@@ -201,7 +212,11 @@ impl PrefillAttention {
             stream.record(copied)?;
             *used = true;
         }
-        self.planned = (tokens, tiles);
+        self.planned = Planned {
+            tokens,
+            tiles,
+            blocks: self.list.iter().map(|tile| tile.blocks as usize).sum(),
+        };
         Ok(self.planned())
     }
 
@@ -210,11 +225,9 @@ impl PrefillAttention {
     ///
     /// Panics: none.
     pub fn planned(&self) -> PrefillPlan<'_> {
-        let (tokens, tiles) = self.planned;
         PrefillPlan {
             attention: self,
-            tokens,
-            tiles,
+            planned: self.planned,
         }
     }
 
@@ -255,14 +268,18 @@ impl std::fmt::Debug for PrefillAttention {
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillPlan<'a> {
     attention: &'a PrefillAttention,
-    tokens: usize,
-    tiles: usize,
+    planned: Planned,
 }
 
 impl PrefillPlan<'_> {
     /// Tiles of the step, for one KV head.
     pub fn tiles(&self) -> usize {
-        self.tiles
+        self.planned.tiles
+    }
+
+    /// Blocks of [`TileOptions::block_n`] keys that the step's tiles visit, for one KV head.
+    pub fn blocks(&self) -> usize {
+        self.planned.blocks
     }
 
     /// Attends, in one launch; does not wait.
@@ -273,8 +290,8 @@ impl PrefillPlan<'_> {
         let of = self.attention;
         let prefill = Prefill {
             shape: of.shape,
-            tokens: self.tokens,
-            tiles: of.tiles.slice(..self.tiles)?,
+            tokens: self.planned.tokens,
+            tiles: of.tiles.slice(..self.planned.tiles)?,
             q: args.q,
             q_token_stride: args.q_token_stride,
             k: args.k,
@@ -289,9 +306,13 @@ impl PrefillPlan<'_> {
             window: of.window,
             scale: of.scale,
             captures: of.functions.captures(stream),
-            threads: of.options.warps as u32 * 32,
+            threads: of.options.threads(),
             shared_bytes: of.options.shared_bytes(&of.shape) as u32,
         };
-        launch::prefill_attention(&of.kernel, stream, &prefill)
+        if of.options.warpgroup_products {
+            launch::prefill_wgmma(&of.kernel, stream, &prefill, of.options.block_n)
+        } else {
+            launch::prefill_attention(&of.kernel, stream, &prefill)
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! The kernels as data, with what each may use.
 
-use cuda_graphs::{Header, KernelSpec, Limits};
+use cuda_graphs::{Arch, Archs, Header, KernelSpec, Limits};
 
 use super::options::DECODE_FORMS;
 use super::{AttentionShape, DecodeOptions, Functions, TileOptions};
@@ -27,6 +27,9 @@ fn headers() -> Vec<Header> {
         header!("prefill_attention.cuh"),
         header!("prefill_causal.cuh"),
         header!("flex_attention.cuh"),
+        header!("bulk_copy.cuh"),
+        header!("wgmma.cuh"),
+        header!("prefill_wgmma.cuh"),
     ]
 }
 
@@ -66,6 +69,14 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
             };
             specs.push(prefill_spec(head_dim, &options, &none));
         }
+        for block_n in [64, 128] {
+            let options = TileOptions {
+                block_n,
+                rows_guaranteed_safe: true,
+                ..TileOptions::warpgroups()
+            };
+            specs.push(prefill_spec(head_dim, &options, &none));
+        }
         specs.push(flex_spec(head_dim, &TileOptions::default(), &none));
         let functions = sample_functions();
         let options = TileOptions {
@@ -74,6 +85,7 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
         };
         specs.push(decode_spec(&shape(8), &DecodeOptions::of(4, 3, 2), &functions));
         specs.push(prefill_spec(head_dim, &options, &functions));
+        specs.push(prefill_spec(head_dim, &TileOptions::warpgroups(), &functions));
         specs.push(flex_spec(head_dim, &options, &functions));
     }
     specs
@@ -122,6 +134,16 @@ pub(crate) fn decode_spec(
 }
 
 pub(crate) fn prefill_spec(head_dim: usize, options: &TileOptions, functions: &Functions) -> KernelSpec {
+    if options.warpgroup_products {
+        return tile_spec(
+            "prefill_wgmma",
+            include_str!("../../kernels/prefill_wgmma.cu"),
+            head_dim,
+            options,
+            functions,
+        )
+        .archs(Archs::Only(vec![Arch::SM_90A]));
+    }
     tile_spec(
         "prefill_attention",
         include_str!("../../kernels/prefill_attention.cu"),

@@ -87,7 +87,7 @@ impl Attention {
             n_slots,
             max_pages_per_slot,
         };
-        let how = TileOptions::default();
+        let how = TileOptions::for_device(device.info());
         let prefill = PrefillAttention::new(
             device,
             compiler,
