@@ -99,23 +99,21 @@ __device__ __forceinline__ void load_key_block(const bf16* from, const Block& bl
 }
 
 // The running sum of one warp. Row of (m, i): m * 16 + g + (i >> 1) * 8; columns 8 d + 2 t and the next.
-struct PrefillState {
-  float sum[M_TILES][HEAD_DIM / 8][4];
+typedef float RunningSum[M_TILES][HEAD_DIM / 8][4];
+
+// What the weights in it are relative to, and what they come to.
+struct Softmax {
   float maximum[M_TILES][2];
   float total[M_TILES][2];  // this lane's columns only, until the end
-};
 
-__device__ __forceinline__ void prefill_reset(PrefillState& s) {
+  __device__ __forceinline__ void reset() {
 #pragma unroll
-  for (int m = 0; m < M_TILES; m++) {
-#pragma unroll
-    for (int d = 0; d < HEAD_DIM / 8; d++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) s.sum[m][d][i] = 0.f;
-    s.maximum[m][0] = s.maximum[m][1] = NEG_INFINITY;
-    s.total[m][0] = s.total[m][1] = 0.f;
+    for (int m = 0; m < M_TILES; m++) {
+      maximum[m][0] = maximum[m][1] = NEG_INFINITY;
+      total[m][0] = total[m][1] = 0.f;
+    }
   }
-}
+};
 
 typedef float Scores[M_TILES][N_COLUMN_TILES][4];
 
@@ -148,7 +146,7 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, u32 q, u32 k, int 
 
 // Scores of rows (m, j) become weights in base 2, relative to the new maximum. Returns what the rows' running sum has to be
 // multiplied by, which is exactly 1 while the maximum stays.
-__device__ __forceinline__ float weigh(Scores& scores, PrefillState& s, float scale_log2, int m, int j) {
+__device__ __forceinline__ float weigh(Scores& scores, Softmax& s, float scale_log2, int m, int j) {
   float maximum = s.maximum[m][j];
 #pragma unroll
   for (int n = 0; n < N_COLUMN_TILES; n++) maximum = fmaxf(maximum, fmaxf(scores[m][n][2 * j], scores[m][n][2 * j + 1]));
@@ -174,23 +172,23 @@ __device__ __forceinline__ float weigh(Scores& scores, PrefillState& s, float sc
   return rescale;
 }
 
-__device__ __forceinline__ void rescale_sum(PrefillState& s, float rescale, int m, int j) {
+__device__ __forceinline__ void rescale_sum(RunningSum& sum, float rescale, int m, int j) {
 #pragma unroll
   for (int d = 0; d < HEAD_DIM / 8; d++) {
-    s.sum[m][d][2 * j] *= rescale;
-    s.sum[m][d][2 * j + 1] *= rescale;
+    sum[m][d][2 * j] *= rescale;
+    sum[m][d][2 * j + 1] *= rescale;
   }
 }
 
 // Scores become weights; the running sum is rescaled to the new maximum.
-__device__ __forceinline__ void soften(Scores& scores, PrefillState& s, float scale_log2) {
+__device__ __forceinline__ void soften(Scores& scores, RunningSum& sum, Softmax& s, float scale_log2) {
 #pragma unroll
   for (int m = 0; m < M_TILES; m++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) rescale_sum(s, weigh(scores, s, scale_log2, m, j), m, j);
+    for (int j = 0; j < 2; j++) rescale_sum(sum, weigh(scores, s, scale_log2, m, j), m, j);
 }
 
-__device__ __forceinline__ void multiply_values(PrefillState& s, const Scores& weights, u32 v, int lane) {
+__device__ __forceinline__ void multiply_values(RunningSum& sum, const Scores& weights, u32 v, int lane) {
 #pragma unroll
   for (int n = 0; n < BLOCK_N / 16; n++) {
     // The C layout of two score tiles is the A layout of 16 keys.
@@ -208,16 +206,19 @@ __device__ __forceinline__ void multiply_values(PrefillState& s, const Scores& w
       load_matrices_transposed(b, v + tile_offset(n * 16 + (lane & 15), d * 2 + (lane >> 4)));
 #pragma unroll
       for (int m = 0; m < M_TILES; m++) {
-        mma_16x8x16(s.sum[m][2 * d], a[m], b[0], b[1]);
-        mma_16x8x16(s.sum[m][2 * d + 1], a[m], b[2], b[3]);
+        mma_16x8x16(sum[m][2 * d], a[m], b[0], b[1]);
+        mma_16x8x16(sum[m][2 * d + 1], a[m], b[2], b[3]);
       }
     }
   }
 }
 
 // Divides, and writes the warp's rows through its own rows of the Q tile so that memory sees 16-byte stores.
-__device__ __forceinline__ void store_query_tile(PrefillState& s, const QueryTile& tile, bf16* out, float* lse, i64 lse_offset,
-                                                 i64 lse_token_stride, float scale_log2, unsigned char* q_tile, int warp, int lane) {
+// `place(row, chunk)`: where a chunk of a row lies from `q_tile` on.
+template <class Place>
+__device__ __forceinline__ void store_query_tile(const RunningSum& sum, const Softmax& s, const QueryTile& tile, bf16* out, float* lse,
+                                                 i64 lse_offset, i64 lse_token_stride, float scale_log2, unsigned char* q_tile,
+                                                 int warp, int lane, const Place& place) {
   const int g = lane >> 2, t = lane & 3;
   __syncwarp();
 #pragma unroll
@@ -231,8 +232,7 @@ __device__ __forceinline__ void store_query_tile(PrefillState& s, const QueryTil
       const int row = warp * WARP_ROWS + m * 16 + j * 8 + g;
 #pragma unroll
       for (int d = 0; d < HEAD_DIM / 8; d++)
-        *reinterpret_cast<u32*>(q_tile + tile_offset(row, d) + t * 4) =
-            pack_bf16(s.sum[m][d][2 * j] * inverse, s.sum[m][d][2 * j + 1] * inverse);
+        *reinterpret_cast<u32*>(q_tile + place(row, d) + t * 4) = pack_bf16(sum[m][d][2 * j] * inverse, sum[m][d][2 * j + 1] * inverse);
       if (lse && t == 0 && row < tile.rows) {
         const int r = tile.first_row + row;
         lse[lse_offset + (r / tile.group) * lse_token_stride + r % tile.group] = log_sum_exp(product(s.maximum[m][j], scale_log2), total);
@@ -245,7 +245,7 @@ __device__ __forceinline__ void store_query_tile(PrefillState& s, const QueryTil
     const int row = warp * WARP_ROWS + i / ROW_CHUNKS, chunk = i % ROW_CHUNKS, r = tile.first_row + row;
     if (row < tile.rows)
       *reinterpret_cast<uint4*>(out + (r / tile.group) * tile.out_stride + (r % tile.group) * HEAD_DIM + chunk * 8) =
-          *reinterpret_cast<const uint4*>(q_tile + tile_offset(row, chunk));
+          *reinterpret_cast<const uint4*>(q_tile + place(row, chunk));
   }
 }
 
@@ -314,8 +314,15 @@ __device__ __forceinline__ void prefill_tile(const bf16* q, const bf16* k, const
 #else
   const float scale_log2 = scale * LOG2_E;
 #endif
-  PrefillState state;
-  prefill_reset(state);
+  RunningSum sum;
+#pragma unroll
+  for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM / 8; d++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[m][d][i] = 0.f;
+  Softmax softmax;
+  softmax.reset();
   const int count = source.count;
   typename Source::Block next;
   if (count > 0) next = source.fetch(0);
@@ -348,8 +355,8 @@ __device__ __forceinline__ void prefill_tile(const bf16* q, const bf16* k, const
     __syncthreads();  // V(j) has landed; every warp is done with K(j)
     if (more) load_key_block(k, next, source.limit(), k_ring, thread);
     commit_copies();
-    soften(scores, state, scale_log2);
-    multiply_values(state, scores, v_ring, lane);
+    soften(scores, sum, softmax, scale_log2);
+    multiply_values(sum, scores, v_ring, lane);
 #else
     const u32 now = (j & 1) * KV_BYTES, then = KV_BYTES - now;
     if (more) load_key_block(k, next, source.limit(), k_ring + then, thread);
@@ -366,13 +373,13 @@ __device__ __forceinline__ void prefill_tile(const bf16* q, const bf16* k, const
     if (!source.plain(j, block)) source.modify(scores, j, block);
     if (more) load_key_block(v, next, source.limit(), v_ring + then, thread);
     commit_copies();
-    soften(scores, state, scale_log2);
+    soften(scores, sum, softmax, scale_log2);
     wait_copies<2>();
     __syncthreads();  // V(j) has landed; every warp is done with K(j)
-    multiply_values(state, scores, v_ring + now, lane);
+    multiply_values(sum, scores, v_ring + now, lane);
 #endif
   }
   wait_copies<0>();
   __syncthreads();
-  store_query_tile(state, tile, out, lse, lse_offset, lse_token_stride, scale_log2, shared, warp, lane);
+  store_query_tile(sum, softmax, tile, out, lse, lse_offset, lse_token_stride, scale_log2, shared, warp, lane, tile_offset);
 }

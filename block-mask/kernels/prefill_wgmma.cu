@@ -6,9 +6,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) prefill_wgmma(const
   extern __shared__ __align__(1024) unsigned char shared[];
   const int group = threadIdx.x / GROUP_THREADS, thread = threadIdx.x % GROUP_THREADS;
   Rings rings;
-  rings.k = shared_address(shared) + Q_BYTES;
+  rings.k = shared_address(shared) + 2 * Q_BYTES;
   rings.v = rings.k + STAGES * KV_BYTES;
-  rings.barriers = rings.v + STAGES * KV_BYTES + Q_BYTES;
+  rings.barriers = rings.v + STAGES * KV_BYTES;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(rings.k_full(s), 1);

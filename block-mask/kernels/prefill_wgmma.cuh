@@ -12,9 +12,9 @@
 // other warpgroup. Turns at the tensor cores, kept by barriers, and leaving out multiplications of the running sum by 1 made no
 // difference that could be measured.
 //
-// A block of the grid takes several units of work, (tile, KV head), one after another: while the warpgroups finish a unit, the
-// rings already fill with the keys of the next. Units are sorted by the host, longest first, and dealt forwards and backwards
-// in turn, so that every block of the grid gets about the same.
+// A block of the grid takes several units of work, (tile, KV head), one after another without a gap: the first S of a unit is
+// begun with the last P V of the one before. Units are sorted by the host, longest first, and dealt forwards and backwards in
+// turn, so that every block of the grid gets about the same.
 //
 // K and V of a block of keys lie in panels of 64 columns, see wgmma.cuh. Keys from `limit` on (beyond the chunk) do not exist:
 // their scores are hidden, and their values are overwritten by zeros, since 0 * NaN is NaN.
@@ -39,8 +39,9 @@ constexpr int N_PANELS = HEAD_DIM / PANEL_COLUMNS;
 constexpr int KEY_PANEL_BYTES = BLOCK_N * PANEL_ROW_BYTES;
 constexpr int QUERY_PANEL_BYTES = GROUP_ROWS * PANEL_ROW_BYTES;
 constexpr int GROUP_Q_BYTES = N_PANELS * QUERY_PANEL_BYTES;
+static_assert(2 * GROUP_Q_BYTES == Q_BYTES, "Q is the rows of two warpgroups");
 
-// Q | K [STAGES] | V [STAGES] | output | barriers
+// Q [2] | K [STAGES] | V [STAGES] | barriers; a unit's output is staged where its Q was, while the other Q is in use.
 constexpr int WGMMA_BARRIERS = 4 * STAGES + 1;
 constexpr int WGMMA_SHARED_BYTES = 2 * Q_BYTES + 2 * STAGES * KV_BYTES + 8 * WGMMA_BARRIERS;
 
@@ -182,14 +183,19 @@ __device__ __forceinline__ QueryTile query_tile(const PrefillParams& p, const Pr
   return tile;
 }
 
-// A warpgroup's 64 rows of Q, in panels.
-__device__ __forceinline__ void load_group_queries(const bf16* q, const QueryTile& tile, u32 to, int group, int thread) {
+// Where a chunk of a row of the tile lies: the rows of each warpgroup, in panels.
+__device__ __forceinline__ u32 query_place(int row, int chunk) {
+  return (row / GROUP_ROWS) * GROUP_Q_BYTES + (chunk / 8) * QUERY_PANEL_BYTES + panel_offset(row % GROUP_ROWS, chunk % 8);
+}
+
+// The warp's own rows of Q.
+__device__ __forceinline__ void load_warp_queries(const bf16* q, const QueryTile& tile, u32 to, int warp, int lane) {
 #pragma unroll 2
-  for (int i = thread; i < GROUP_ROWS * ROW_CHUNKS; i += GROUP_THREADS) {
-    const int row = i / ROW_CHUNKS, chunk = i % ROW_CHUNKS, tile_row = group * GROUP_ROWS + row;
-    const bool real = tile_row < tile.rows;
-    const int r = tile.first_row + (real ? tile_row : 0);
-    copy_16_async(to + (chunk / 8) * QUERY_PANEL_BYTES + panel_offset(row, chunk % 8),
+  for (int i = lane; i < WARP_ROWS * ROW_CHUNKS; i += 32) {
+    const int row = warp * WARP_ROWS + i / ROW_CHUNKS, chunk = i % ROW_CHUNKS;
+    const bool real = row < tile.rows;
+    const int r = tile.first_row + (real ? row : 0);
+    copy_16_async(to + query_place(row, chunk),
                   q + tile.q_offset + (r / tile.group) * tile.q_stride + (r % tile.group) * HEAD_DIM + chunk * 8, real);
   }
   commit_copies();
@@ -206,10 +212,10 @@ __device__ __forceinline__ void begin_scores(Scores& scores, u64 q, u64 k) {
 }
 
 // sum = P V, or sum += P V, begun only.
-__device__ __forceinline__ void begin_values(PrefillState& s, const u32 (&weights)[BLOCK_N / 16][4], u64 v, bool accumulate) {
+__device__ __forceinline__ void begin_values(RunningSum& sum, const u32 (&weights)[BLOCK_N / 16][4], u64 v, bool accumulate) {
 #pragma unroll
   for (int n = 0; n < BLOCK_N / 16; n++)
-    multiply_registers(s.sum[0], weights[n], v + ((n * 16 * PANEL_ROW_BYTES) >> 4), accumulate || n > 0);
+    multiply_registers(sum[0], weights[n], v + ((n * 16 * PANEL_ROW_BYTES) >> 4), accumulate || n > 0);
   commit_products();
 }
 
@@ -223,13 +229,22 @@ __device__ __forceinline__ void pack_weights(u32 (&packed)[BLOCK_N / 16][4], con
   }
 }
 
-// What of each block a warp's rows see.
+// What a warp's rows see of the blocks of a unit.
 struct CausalView {
-  const PrefillParams& p;
-  const LaneRows& rows;
-  int first_block, full_from, full_to, batch, lane;
+  LaneRows rows;
+  int first_block, blocks, full_from, full_to, chunk;
 
-  __device__ __forceinline__ void hide(Scores& scores, int j) const {
+  __device__ __forceinline__ CausalView(const PrefillParams& p, const PrefillTile& t, const QueryTile& tile, int warp, int lane)
+      : rows(lane_rows(tile, warp, lane)), first_block(t.first_block), blocks(t.blocks), chunk(t.chunk) {
+    // Lengths seen by the tile's first and last row.
+    const int shortest = t.position + t.first_row / p.group + 1;
+    const int longest = t.position + (t.first_row + tile.rows - 1) / p.group + 1;
+    const int window = p.window > 0 ? p.window : 0x7fffffff;
+    full_from = longest > window ? (longest - window + BLOCK_N - 1) / BLOCK_N : 0;
+    full_to = shortest / BLOCK_N;
+  }
+
+  __device__ __forceinline__ void hide(Scores& scores, int j, const PrefillParams& p, int lane) const {
     const int block = first_block + j;
 #if !HAS_MASK_MOD && !HAS_SCORE_MOD
     if (block >= full_from && block < full_to) return;
@@ -239,7 +254,7 @@ struct CausalView {
 #pragma unroll
     for (int i = 0; i < N_GRANULES; i++) keys.place[i] = 0;
     const int window = p.window > 0 ? p.window : 0x7fffffff;
-    modify_scores(scores, rows, keys, p.captures, batch, p.scale, true, lane, [&](int m, int row, int kv) {
+    modify_scores(scores, rows, keys, p.captures, chunk, p.scale, true, lane, [&](int m, int row, int kv) {
       return kv < rows.limit[m][row] && kv >= rows.limit[m][row] - window;
     });
   }
@@ -251,92 +266,123 @@ constexpr int GROUP_BARRIER = 1;
 __device__ __forceinline__ void attend(const PrefillWgmmaParams& params, const Rings& rings, unsigned char* shared, int group,
                                        int thread) {
   const PrefillParams& p = params.prefill;
-  const int warp = thread >> 5, lane = thread & 31, group_warp = group * 4 + warp;
-  const u32 q_rows = shared_address(shared) + group * GROUP_Q_BYTES;
-  unsigned char* out_tile = shared + Q_BYTES + 2 * STAGES * KV_BYTES;
-  const u64 q = operand_descriptor(q_rows, 0);
+  const int lane = thread & 31, warp = group * 4 + (thread >> 5);
+  const u32 q_tiles = shared_address(shared);
+  const u64 q = operand_descriptor(q_tiles + group * GROUP_Q_BYTES, 0);
   const u64 k = operand_descriptor(rings.k, 0), v = operand_descriptor(rings.v, KEY_PANEL_BYTES);
 #if HAS_SCORE_MOD
   const float scale_log2 = LOG2_E;
 #else
   const float scale_log2 = p.scale * LOG2_E;
 #endif
-  int unit = unit_of_round(0, params.units), n = 0;
-  if (unit < 0) return;
-  load_group_queries(p.q, query_tile(p, p.tiles[unit / params.kv_heads], unit % params.kv_heads), q_rows, group, thread);
-  for (int round = 0; unit >= 0; round++) {
-    const PrefillTile t = p.tiles[unit / params.kv_heads];
-    const int kv_head = unit % params.kv_heads, blocks = t.blocks;
-    const QueryTile tile = query_tile(p, t, kv_head);
-    const LaneRows rows = lane_rows(tile, group_warp, lane);
-    // Lengths seen by the tile's first and last row.
-    const int shortest = t.position + t.first_row / p.group + 1;
-    const int longest = t.position + (t.first_row + tile.rows - 1) / p.group + 1;
-    const int window = p.window > 0 ? p.window : 0x7fffffff;
-    const int full_from = longest > window ? (longest - window + BLOCK_N - 1) / BLOCK_N : 0;
-    const CausalView view{p, rows, t.first_block, full_from, shortest / BLOCK_N, t.chunk, lane};
-
-    PrefillState state;
-    state.maximum[0][0] = state.maximum[0][1] = NEG_INFINITY;
-    state.total[0][0] = state.total[0][1] = 0.f;
-    Scores scores;
-    u32 packed[BLOCK_N / 16][4];
-    float rescale[2];
+  const auto tile_of = [&](int unit) { return p.tiles[unit / params.kv_heads]; };
+  const auto queries_of = [&](const PrefillTile& t, int unit) { return query_tile(p, t, unit % params.kv_heads); };
+  const auto queries_are_there = [&] {
     wait_copies<0>();
     fence_async_proxy();
-    stage_barrier(GROUP_BARRIER + group, GROUP_THREADS);  // every row of Q is there
+    stage_barrier(GROUP_BARRIER + group, GROUP_THREADS);
+  };
 
-    RingPlace at(n);
-    barrier_wait(rings.k_full(at.slot), at.parity);
-    fence_products();
-    begin_scores(scores, q, k + ((at.slot * KV_BYTES) >> 4));
-    wait_products<0>();
-    pin_registers(scores[0]);
-    if (lane == 0) barrier_arrive(rings.k_empty(at.slot));
-    view.hide(scores, 0);
-#pragma unroll
-    for (int i = 0; i < 2; i++) weigh(scores, state, scale_log2, 0, i);  // there is no sum yet
-    pack_weights(packed, scores);
-    barrier_wait(rings.v_full(at.slot), at.parity);
-
-    for (int j = 1; j < blocks; j++) {
-      const RingPlace now(n + j), before(n + j - 1);
-      barrier_wait(rings.k_full(now.slot), now.parity);
-      pin_registers(state.sum[0]);
-      fence_products();
-      begin_scores(scores, q, k + ((now.slot * KV_BYTES) >> 4));
-      begin_values(state, packed, v + ((before.slot * KV_BYTES) >> 4), j > 1);
-      wait_products<1>();
-      pin_registers(scores[0]);
-      if (lane == 0) barrier_arrive(rings.k_empty(now.slot));
-      view.hide(scores, j);
-#pragma unroll
-      for (int i = 0; i < 2; i++) rescale[i] = weigh(scores, state, scale_log2, 0, i);
-      pin_registers(scores[0]);
-      // The loop in here keeps the assembler from moving the next wait up, before the softmax.
-      barrier_wait(rings.v_full(now.slot), now.parity);
-      wait_products<0>();
-      pin_registers(state.sum[0]);
-      if (lane == 0) barrier_arrive(rings.v_empty(before.slot));
-      pack_weights(packed, scores);
-#pragma unroll
-      for (int i = 0; i < 2; i++) rescale_sum(state, rescale[i], 0, i);
-    }
-
-    const RingPlace last(n + blocks - 1);
-    n += blocks;
-    unit = unit_of_round(round + 1, params.units);
-    pin_registers(state.sum[0]);
-    fence_products();
-    begin_values(state, packed, v + ((last.slot * KV_BYTES) >> 4), blocks > 1);
-    if (unit >= 0) {
-      stage_barrier(GROUP_BARRIER + group, GROUP_THREADS);  // no warp reads Q any more
-      load_group_queries(p.q, query_tile(p, p.tiles[unit / params.kv_heads], unit % params.kv_heads), q_rows, group, thread);
-    }
-    wait_products<0>();
-    pin_registers(state.sum[0]);
-    if (lane == 0) barrier_arrive(rings.v_empty(last.slot));
-    store_query_tile(state, tile, p.out, p.lse, (i64)t.q_start * p.heads + kv_head * p.group, p.heads, scale_log2, out_tile,
-                     group_warp, lane);
+  int unit = unit_of_round(0, params.units), following = unit_of_round(1, params.units), round = 1;
+  if (unit < 0) return;
+  PrefillTile t = tile_of(unit);
+  QueryTile tile = queries_of(t, unit);
+  CausalView view(p, t, tile, warp, lane);
+  load_warp_queries(p.q, tile, q_tiles, warp, lane);
+  queries_are_there();
+  CausalView next_view = view;
+  if (following >= 0) {
+    t = tile_of(following);
+    tile = queries_of(t, following);
+    next_view = CausalView(p, t, tile, warp, lane);
+    load_warp_queries(p.q, tile, q_tiles + Q_BYTES, warp, lane);
   }
+
+  RunningSum sum;
+  Softmax softmax;
+  Scores scores;
+  u32 packed[BLOCK_N / 16][4];
+  float rescale[2];
+  softmax.reset();
+  const RingPlace at(0);
+  barrier_wait(rings.k_full(at.slot), at.parity);
+  fence_products();
+  begin_scores(scores, q, k);
+  wait_products<0>();
+  pin_registers(scores[0]);
+  if (lane == 0) barrier_arrive(rings.k_empty(at.slot));
+  view.hide(scores, 0, p, lane);
+#pragma unroll
+  for (int i = 0; i < 2; i++) weigh(scores, softmax, scale_log2, 0, i);  // there is no sum yet
+  pack_weights(packed, scores);
+  barrier_wait(rings.v_full(at.slot), at.parity);
+
+  // `packed` holds the weights of block j of `unit`, the n-th of all.
+  int n = 0, j = 0, q_tile = 0;
+  while (j + 1 < view.blocks || following >= 0) {
+    const RingPlace now(n), next(n + 1);
+    const bool last = j + 1 == view.blocks;
+    const bool accumulate = j > 0;
+    const Softmax finished = softmax;
+    if (last) {
+      queries_are_there();
+      view = next_view;
+      q_tile ^= 1;
+      j = -1;
+      softmax.reset();
+    }
+    barrier_wait(rings.k_full(next.slot), next.parity);
+    pin_registers(sum[0]);
+    fence_products();
+    begin_scores(scores, q + ((q_tile * Q_BYTES) >> 4), k + ((next.slot * KV_BYTES) >> 4));
+    begin_values(sum, packed, v + ((now.slot * KV_BYTES) >> 4), accumulate);
+    wait_products<1>();
+    pin_registers(scores[0]);
+    if (lane == 0) barrier_arrive(rings.k_empty(next.slot));
+    view.hide(scores, j + 1, p, lane);
+#pragma unroll
+    for (int i = 0; i < 2; i++) rescale[i] = weigh(scores, softmax, scale_log2, 0, i);
+    pin_registers(scores[0]);
+    // A total is never negative. The assembler does not know, so it cannot move this wait, and the one after it, up before
+    // the softmax, which is there to be done meanwhile.
+    const bool negative = softmax.total[0][0] < 0.f || softmax.total[0][1] < 0.f;
+    barrier_wait(rings.v_full(next.slot), next.parity ^ (u32)negative);
+    wait_products<0>();
+    pin_registers(sum[0]);
+    if (lane == 0) barrier_arrive(rings.v_empty(now.slot));
+    pack_weights(packed, scores);
+    if (last) {
+      t = tile_of(unit);
+      tile = queries_of(t, unit);
+      stage_barrier(GROUP_BARRIER + group, GROUP_THREADS);  // no warp reads the unit's Q any more
+      store_query_tile(sum, finished, tile, p.out, p.lse, (i64)t.q_start * p.heads + tile.head, p.heads, scale_log2,
+                       shared + (q_tile ^ 1) * Q_BYTES, warp, lane, query_place);
+      unit = following;
+      following = unit_of_round(++round, params.units);
+      if (following >= 0) {
+        t = tile_of(following);
+        tile = queries_of(t, following);
+        next_view = CausalView(p, t, tile, warp, lane);
+        __syncwarp();
+        load_warp_queries(p.q, tile, q_tiles + (q_tile ^ 1) * Q_BYTES, warp, lane);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; i++) rescale_sum(sum, rescale[i], 0, i);
+    }
+    n++;
+    j++;
+  }
+
+  const RingPlace now(n);
+  pin_registers(sum[0]);
+  fence_products();
+  begin_values(sum, packed, v + ((now.slot * KV_BYTES) >> 4), j > 0);
+  wait_products<0>();
+  pin_registers(sum[0]);
+  t = tile_of(unit);
+  tile = queries_of(t, unit);
+  stage_barrier(GROUP_BARRIER + group, GROUP_THREADS);
+  store_query_tile(sum, softmax, tile, p.out, p.lse, (i64)t.q_start * p.heads + tile.head, p.heads, scale_log2,
+                   shared + q_tile * Q_BYTES, warp, lane, query_place);
 }
