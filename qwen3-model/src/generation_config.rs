@@ -21,6 +21,12 @@ pub struct GenerationConfig {
     pub top_p: Option<f64>,
     /// Recommended top-k.
     pub top_k: Option<usize>,
+    /// Recommended min-p.
+    pub min_p: Option<f64>,
+    /// Recommended repetition penalty.
+    pub repetition_penalty: Option<f64>,
+    /// Whether sampling is recommended at all.
+    pub do_sample: Option<bool>,
 }
 
 impl GenerationConfig {
@@ -61,6 +67,9 @@ impl GenerationConfig {
             temperature: fields.number("temperature")?,
             top_p: fields.number("top_p")?,
             top_k: fields.count("top_k")?,
+            min_p: fields.number("min_p")?,
+            repetition_penalty: fields.number("repetition_penalty")?,
+            do_sample: fields.boolean("do_sample")?,
         })
     }
 }

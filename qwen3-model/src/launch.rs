@@ -17,12 +17,14 @@ use cuda_graphs::{
 use half::bf16;
 
 mod four_bit;
+mod sample;
 mod unmerged;
 
 pub use decode_layer::{
     DecodeLayer, DecodeLayerOp, LayerStage, MAX_BLOCKS, MAX_ROWS, MAX_STAGES, StageOutput,
 };
 pub use four_bit::{FOUR_BIT_BLOCK, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
+pub use sample::{Sample, SampleRow, SampleScratch};
 pub use unmerged::{MAX_PARTS, PartUpdate, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables};
 
 use crate::{Error, Qwen3Config, Result};
@@ -36,9 +38,6 @@ const NORM_VECTORS: [usize; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
 const EMBED_THREADS: u32 = 128;
 const ROPE_WARPS: usize = 8;
 const SILU_THREADS: usize = 256;
-const SAMPLE_THREADS: u32 = 256;
-const SAMPLE_CHUNK: usize = 4096;
-const FINISH_WARPS: usize = 4;
 const RANDOM_THREADS: u32 = 256;
 /// Head dimensions that the kernels are compiled for.
 pub const HEAD_DIMS: [usize; 2] = [64, 128];
@@ -69,13 +68,10 @@ fn rope_spec(head_dim: usize) -> KernelSpec {
 }
 
 /// The kernels that do not depend on the model's shape.
-fn common_specs() -> [KernelSpec; 4] {
+fn common_specs() -> [KernelSpec; 3] {
     [
         spec("embed", include_str!("../kernels/embed.cu")).entry("embed", Limits::registers(40)),
         spec("silu_mul", include_str!("../kernels/silu_mul.cu")).entry("silu_mul", Limits::registers(32)),
-        spec("sample_greedy", include_str!("../kernels/sample_greedy.cu"))
-            .entry("greedy_partial", Limits::registers(48))
-            .entry("greedy_finish", Limits::registers(48)),
         spec("random_matrix", include_str!("../kernels/random_matrix.cu"))
             .entry("random_matrix", Limits::registers(40)),
     ]
@@ -88,7 +84,9 @@ fn common_specs() -> [KernelSpec; 4] {
 pub fn kernel_specs() -> Vec<KernelSpec> {
     let norms = NORM_VECTORS.into_iter().map(norm_spec);
     let ropes = HEAD_DIMS.into_iter().map(rope_spec);
-    let others = four_bit::specs().into_iter().chain(unmerged::specs());
+    let others = (four_bit::specs().into_iter())
+        .chain(unmerged::specs())
+        .chain(sample::specs());
     common_specs()
         .into_iter()
         .chain(norms)
@@ -105,8 +103,11 @@ pub struct Kernels {
     rms_norm: Kernel,
     qkv_rope_write: Kernel,
     silu_mul: Kernel,
-    greedy_partial: Kernel,
-    greedy_finish: Kernel,
+    sample_partial: Kernel,
+    sample_weigh: Kernel,
+    sample_choose: Kernel,
+    sample_top: Kernel,
+    token_states: Kernel,
     random_matrix: Kernel,
     hidden: usize,
     head_dim: usize,
@@ -143,6 +144,7 @@ impl Kernels {
             );
         }
         let mut specs = common_specs().to_vec();
+        specs.extend(sample::specs());
         specs.push(norm_spec(hidden.div_ceil(4 * NORM_THREADS as usize)));
         specs.push(rope_spec(head_dim));
         let modules = compiler.load_all(device, &specs)?;
@@ -153,11 +155,14 @@ impl Kernels {
         Ok(Self {
             embed: kernel(0, "embed")?,
             silu_mul: kernel(1, "silu_mul")?,
-            greedy_partial: kernel(2, "greedy_partial")?,
-            greedy_finish: kernel(2, "greedy_finish")?,
-            random_matrix: kernel(3, "random_matrix")?,
-            rms_norm: kernel(4, "rms_norm")?,
-            qkv_rope_write: kernel(5, "qkv_rope_write")?,
+            random_matrix: kernel(2, "random_matrix")?,
+            sample_partial: kernel(3, "sample_partial")?,
+            sample_weigh: kernel(3, "sample_weigh")?,
+            sample_choose: kernel(4, "sample_choose")?,
+            sample_top: kernel(5, "sample_top")?,
+            token_states: kernel(6, "token_states")?,
+            rms_norm: kernel(7, "rms_norm")?,
+            qkv_rope_write: kernel(8, "qkv_rope_write")?,
             hidden,
             head_dim,
         })
@@ -291,82 +296,6 @@ struct SiluMulParams {
     out: u64,
     rows: u32,
     inner: u32,
-}
-
-/// Buffers that [`Kernels::greedy`] uses between its two kernels.
-#[derive(Debug)]
-pub struct GreedyScratch {
-    max: DeviceBuffer<f32>,
-    index: DeviceBuffer<u32>,
-    sum: DeviceBuffer<f32>,
-}
-
-impl GreedyScratch {
-    /// Room for `rows` rows of `vocab` logits.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`]. Panics: none.
-    pub fn new(device: &Device, rows: usize, vocab: usize) -> Result<Self> {
-        let len = rows * vocab.div_ceil(SAMPLE_CHUNK);
-        Ok(Self {
-            max: DeviceBuffer::zeroed(device, len)?,
-            index: DeviceBuffer::zeroed(device, len)?,
-            sum: DeviceBuffer::zeroed(device, len)?,
-        })
-    }
-}
-
-/// Operands of [`Kernels::greedy`].
-#[derive(Debug, Clone, Copy)]
-pub struct Greedy<'a> {
-    /// `[rows, vocab]`.
-    pub logits: DeviceSlice<'a, f32>,
-    /// Logits per row; a multiple of 4.
-    pub vocab: usize,
-    /// Room between the two kernels.
-    pub scratch: &'a GreedyScratch,
-    /// `[rows]`, slot of each row; 0 for padding.
-    pub slots: DeviceSlice<'a, i32>,
-    /// `[n_slots]`: takes up each row's token.
-    pub last_token: DeviceSlice<'a, u32>,
-    /// `[rows]`, raised by one for rows with a slot.
-    pub positions: Option<DeviceSlice<'a, i32>>,
-    /// `[rows]`: the tokens.
-    pub tokens: DeviceSlice<'a, u32>,
-    /// `[rows]`: their log-probabilities; NaN for a row whose logits are not finite.
-    pub logprobs: DeviceSlice<'a, f32>,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct GreedyPartialParams {
-    logits: u64,
-    chunk_max: u64,
-    chunk_index: u64,
-    chunk_sum: u64,
-    stride: u64,
-    rows: u32,
-    vocab: u32,
-    n_chunks: u32,
-    unused: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct GreedyFinishParams {
-    chunk_max: u64,
-    chunk_index: u64,
-    chunk_sum: u64,
-    slots: u64,
-    last_token: u64,
-    positions: u64,
-    lengths: u64,
-    out_tokens: u64,
-    out_logprobs: u64,
-    rows: u32,
-    n_chunks: u32,
-    n_slots: u32,
-    unused: u32,
 }
 
 #[repr(C)]
@@ -629,90 +558,6 @@ impl Kernels {
             .programmatic(true);
         // SAFETY: as in `embed`.
         Ok(unsafe { self.silu_mul.launch(stream, &config, &params) }?)
-    }
-
-    /// The largest logit of each of `rows` = `slots.len()` rows, its log-probability, and the state of the next
-    /// decode step.
-    ///
-    /// # Errors
-    /// [`Error::Option`] for lengths that do not fit each other; [`Error::Cuda`]. Panics: none.
-    pub fn greedy(&self, stream: &Stream, op: &Greedy<'_>) -> Result<()> {
-        let rows = op.slots.len();
-        let n_chunks = op.vocab.div_ceil(SAMPLE_CHUNK);
-        same("logits", op.logits.len(), rows * op.vocab)?;
-        same("tokens", op.tokens.len(), rows)?;
-        same("logprobs", op.logprobs.len(), rows)?;
-        if op.vocab == 0 || !op.vocab.is_multiple_of(4) {
-            return refuse("vocab", format!("is {}; a multiple of 4 is needed", op.vocab));
-        }
-        aligned("logits", op.logits.ptr(), 16)?;
-        let scratch = op.scratch;
-        if scratch.max.len() < rows * n_chunks {
-            let problem = format!(
-                "has room for {} chunks, {} are needed",
-                scratch.max.len(),
-                rows * n_chunks
-            );
-            return refuse("scratch", problem);
-        }
-        if let Some(positions) = op.positions {
-            same("positions", positions.len(), rows)?;
-            stream.keep_memory(positions);
-        }
-        for buffer in [
-            op.logits,
-            op.logprobs,
-            scratch.max.as_slice(),
-            scratch.sum.as_slice(),
-        ] {
-            stream.keep_memory(buffer);
-        }
-        for buffer in [op.last_token, op.tokens, scratch.index.as_slice()] {
-            stream.keep_memory(buffer);
-        }
-        stream.keep_memory(op.slots);
-        if rows == 0 {
-            return Ok(());
-        }
-        let partial = GreedyPartialParams {
-            logits: op.logits.ptr(),
-            chunk_max: scratch.max.ptr(),
-            chunk_index: scratch.index.ptr(),
-            chunk_sum: scratch.sum.ptr(),
-            stride: op.vocab as u64,
-            rows: small("rows", rows)?,
-            vocab: small("vocab", op.vocab)?,
-            n_chunks: small("chunks", n_chunks)?,
-            unused: 0,
-        };
-        // The grid's second dimension ends at 65,535.
-        if rows > 65_535 {
-            return refuse("rows", format!("{rows} rows at once, at most 65535 are possible"));
-        }
-        let config =
-            LaunchConfig::with_dimensions([partial.n_chunks, partial.rows, 1], [SAMPLE_THREADS, 1, 1])
-                .programmatic(true);
-        // SAFETY: as in `embed`.
-        unsafe { self.greedy_partial.launch(stream, &config, &partial) }?;
-        let finish = GreedyFinishParams {
-            chunk_max: scratch.max.ptr(),
-            chunk_index: scratch.index.ptr(),
-            chunk_sum: scratch.sum.ptr(),
-            slots: op.slots.ptr(),
-            last_token: op.last_token.ptr(),
-            positions: op.positions.map_or(0, |positions| positions.ptr()),
-            lengths: 0,
-            out_tokens: op.tokens.ptr(),
-            out_logprobs: op.logprobs.ptr(),
-            rows: partial.rows,
-            n_chunks: partial.n_chunks,
-            n_slots: small("slots", op.last_token.len())?,
-            unused: 0,
-        };
-        let blocks = small("rows", rows.div_ceil(FINISH_WARPS))?;
-        let config = LaunchConfig::new(blocks, FINISH_WARPS as u32 * 32).programmatic(true);
-        // SAFETY: as in `embed`; the kernel checks slots against `n_slots`.
-        Ok(unsafe { self.greedy_finish.launch(stream, &config, &finish) }?)
     }
 
     /// Random elements from `quantiles` (`[65536]`), as [`Weights::random`](crate::Weights::random) draws them.

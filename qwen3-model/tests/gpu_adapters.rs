@@ -128,10 +128,7 @@ fn captured_graphs_compute_with_what_a_refresh_wrote() {
             let slot = table.allocate_slot().unwrap();
             let _ = table.reserve(slot, 16).unwrap();
             table.advance(slot, 16).unwrap();
-            DecodeRow {
-                slot: slot.index(),
-                position: 0,
-            }
+            DecodeRow::greedy(slot.index(), 0)
         })
         .collect();
     graphs.sync_pages(&mut table.clone()).unwrap();
@@ -143,10 +140,7 @@ fn captured_graphs_compute_with_what_a_refresh_wrote() {
     {
         let rows: Vec<DecodeRow> = rows
             .iter()
-            .map(|row| DecodeRow {
-                slot: row.slot,
-                position,
-            })
+            .map(|row| DecodeRow::greedy(row.slot, position))
             .collect();
         let active = if name.is_empty() { vec![] } else { active(name) };
         let mut results = Vec::new();

@@ -7,6 +7,7 @@ use gpu_support::{Gpu, POISON, config, repository, rng};
 use half::bf16;
 use paged_kv::{PageTable, Slot};
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, SampledToken, WeightSource};
+use qwen3_model::sampling::Sampling;
 use qwen3_model::{
     Backend, LogitRows, Projection, Qwen3Config, SequenceChunk, StepBatch, StepPlanner, Weights,
 };
@@ -71,7 +72,10 @@ impl Rig {
             .unwrap();
         match rows {
             LogitRows::All => self.backend.step(&plan).unwrap(),
-            LogitRows::Wanted => assert_eq!(self.backend.prefill(&plan).unwrap(), parts.len()),
+            LogitRows::Wanted => {
+                let greedy = vec![Sampling::GREEDY; parts.len()];
+                assert_eq!(self.backend.prefill(&plan, &greedy).unwrap(), parts.len());
+            }
         }
         self.backend.read_logits().unwrap().to_vec()
     }
@@ -82,10 +86,7 @@ impl Rig {
             let position = self.table.len(slot).unwrap();
             let _ = self.table.reserve(slot, position + 1).unwrap();
             self.table.advance(slot, 1).unwrap();
-            DecodeRow {
-                slot: slot.index(),
-                position,
-            }
+            DecodeRow::greedy(slot.index(), position)
         });
         let rows = rows.collect();
         self.backend.sync_pages(&mut self.table).unwrap();
@@ -448,7 +449,7 @@ fn sizes_that_cannot_work_are_refused_before_anything_is_allocated() {
         assert!(refused(&small, bad), "{bad:?}");
     }
     let mut rig = Rig::new(&gpu, &small, WeightSource::Random(1), good);
-    let row = |slot, position| DecodeRow { slot, position };
+    let row = DecodeRow::greedy;
     assert!(
         rig.backend.decode(&[row(5, 0)]).is_err(),
         "a slot outside the table"

@@ -12,6 +12,7 @@ mod output;
 mod plot;
 mod progress;
 mod quantize;
+mod sampling;
 mod telemetry;
 mod trace;
 mod verify_no_drift;

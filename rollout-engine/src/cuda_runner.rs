@@ -23,7 +23,7 @@ use qwen3_model::{
 use crate::Error;
 use crate::adapters::PolicyUpdate;
 use crate::pool::{PoolLimits, PoolSettings};
-use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Sampling, Step};
+use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
 
 /// Steps submitted and not collected: one that runs and one that waits for it.
 const MAX_IN_FLIGHT: usize = 2;
@@ -250,18 +250,12 @@ impl Runner for CudaRunner {
         if self.pending.len() >= MAX_IN_FLIGHT {
             return Err(self.error("a step was submitted while two were under way"));
         }
-        let prefill = step.prefill.iter().filter_map(|chunk| chunk.sample);
-        if (prefill.chain(step.decode.iter().map(|row| row.sampling))).any(|s| {
-            s != Sampling {
-                seed: s.seed,
-                prompt_len: s.prompt_len,
-                ..Sampling::GREEDY
-            }
-        }) {
-            return Err(self.error("only greedy decoding is there so far"));
-        }
         self.backend.copy_pages(&step.copies)?;
         self.backend.sync_pages(pages)?;
+        for tokens in &step.slot_tokens {
+            self.backend
+                .set_token_states(tokens.slot.index(), &tokens.states)?;
+        }
         let mut sampled = 0;
         if !step.prefill.is_empty() {
             let (tokens, sequences) = (step.token_ids.len(), step.prefill.len());
@@ -280,7 +274,8 @@ impl Runner for CudaRunner {
             let plan = self
                 .planner
                 .plan(self.backend.config(), &batch, pages, LogitRows::Wanted)?;
-            sampled = self.backend.prefill(&plan)?;
+            let sampling: Vec<_> = step.prefill.iter().filter_map(|chunk| chunk.sample).collect();
+            sampled = self.backend.prefill(&plan, &sampling)?;
         }
         let rows = step.decode.len();
         let _span = (rows > 0).then(|| tracing::debug_span!("decode", rows).entered());
@@ -288,6 +283,7 @@ impl Runner for CudaRunner {
         self.rows.extend(step.decode.iter().map(|row| DecodeRow {
             slot: row.slot.index(),
             position: row.position,
+            sampling: row.sampling,
         }));
         self.backend.decode(&self.rows)?;
         self.pending
@@ -305,7 +301,8 @@ impl Runner for CudaRunner {
             .map(|s| SampledToken {
                 token: s.token,
                 logprob: s.logprob,
-                ..SampledToken::default()
+                sampled_logprob: s.sampled_logprob,
+                top_logprobs: s.top_logprobs,
             })
             .collect())
     }

@@ -292,3 +292,132 @@ fn two_thousand_requests_in_a_tight_pool_end_with_every_page_free() {
     eprintln!("{:?}", scheduler.statistics());
     assert!(scheduler.statistics().preemptions > 0);
 }
+
+/// Every kind of sampling, one after the other.
+fn sampled(number: usize) -> SamplingParams {
+    let hot = SamplingParams {
+        temperature: 1.0,
+        seed: Some(number as u64),
+        ..greedy(120)
+    };
+    match number % 7 {
+        0 => hot,
+        1 => SamplingParams {
+            top_k: 20,
+            top_p: 0.95,
+            ..hot
+        },
+        2 => SamplingParams {
+            min_p: 0.05,
+            temperature: 1.3,
+            ..hot
+        },
+        3 => SamplingParams {
+            repetition_penalty: 1.1,
+            ..hot
+        },
+        4 => SamplingParams {
+            frequency_penalty: 0.2,
+            presence_penalty: 0.1,
+            top_p: 0.9,
+            ..hot
+        },
+        5 => SamplingParams {
+            min_new_tokens: 60,
+            top_logprobs: 5,
+            ..hot
+        },
+        _ => SamplingParams {
+            top_logprobs: 3,
+            ..greedy(120)
+        },
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn sampling_does_not_depend_on_graphs_batches_pages_or_preemption() {
+    let goldens = goldens();
+    let requests = || {
+        goldens
+            .iter()
+            .enumerate()
+            .map(|(i, golden)| (golden.prompt.clone(), sampled(i)))
+    };
+    let reference = run(&mut scheduler(pool(48, 64, 2 + 48 * 8), true), requests());
+    let eager = run(&mut scheduler(pool(48, 64, 2 + 48 * 8), false), requests());
+    assert_eq!(reference, eager, "graphs and eager steps");
+    for (i, completion) in reference.iter().enumerate() {
+        let sampling = sampled(i);
+        let n = completion.token_ids.len();
+        assert!(n > sampling.min_new_tokens && completion.sampled_logprobs.len() == n);
+        if i % 7 == 0 {
+            // Drawn from the policy's own distribution.
+            for (a, b) in completion.logprobs.iter().zip(&completion.sampled_logprobs) {
+                assert!((a - b).abs() < 1e-5, "{a} and {b}");
+            }
+        }
+        let asked = sampling.top_logprobs;
+        assert_eq!(completion.top_logprobs.len(), if asked > 0 { n } else { 0 });
+        for (token, top) in completion.top_logprobs.iter().enumerate() {
+            assert!(top.len() == asked && top.is_sorted_by(|a, b| a.logprob >= b.logprob));
+            if sampling.temperature == 0.0 {
+                assert_eq!(
+                    (top[0].token, top[0].logprob),
+                    (completion.token_ids[token], completion.logprobs[token])
+                );
+            }
+        }
+    }
+    // Matrix products round differently in other buckets, so that now and then another token is drawn.
+    for (what, pool) in [
+        ("a batch of 5", pool(5, 64, 2 + 48 * 8)),
+        ("pages of 16", pool(48, 16, 2 + 48 * 32)),
+        ("preemption", pool(48, 16, 2 + 40 * 8)),
+    ] {
+        let mut scheduler = scheduler(pool, true);
+        let other = run(&mut scheduler, requests());
+        let same = reference
+            .iter()
+            .zip(&other)
+            .filter(|(a, b)| a.token_ids == b.token_ids)
+            .count();
+        println!("{what}: {same} of {} completions are the same", reference.len());
+        assert!(
+            same * 10 >= reference.len() * 8,
+            "{what}: only {same} completions are the same"
+        );
+        if what == "preemption" {
+            assert!(scheduler.statistics().preemptions > 0);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn the_engine_seed_makes_a_run_repeatable_and_its_requests_distinct() {
+    let prompt = goldens()[0].prompt.clone();
+    let hot = SamplingParams {
+        temperature: 1.5,
+        ..greedy(40)
+    };
+    let mut runs = Vec::new();
+    for seed in [1, 1, 2] {
+        let mut scheduler = scheduler(pool(16, 64, 200), true);
+        scheduler.set_seed(seed);
+        let completions = run(&mut scheduler, (0..16).map(|_| (prompt.clone(), hot.clone())));
+        let tokens: Vec<_> = completions
+            .into_iter()
+            .map(|completion| completion.token_ids)
+            .collect();
+        let distinct: std::collections::BTreeSet<_> = tokens.iter().collect();
+        assert!(
+            distinct.len() > 12,
+            "{} different completions of 16",
+            distinct.len()
+        );
+        runs.push(tokens);
+    }
+    assert_eq!(runs[0], runs[1]);
+    assert_ne!(runs[0], runs[2]);
+}

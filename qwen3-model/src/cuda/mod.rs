@@ -8,7 +8,7 @@
 //!   packed step   prompts, any mix of chunks      inputs uploaded, kernels launched one by one
 //!   decode step   one token for each of n rows    one graph launch, n padded to a bucket:
 //!
-//!       last_token[slot] ─▶ embed ─▶ layers ─▶ head ─▶ arg-max ─▶ last_token[slot], positions + 1
+//!       last_token[slot] ─▶ embed ─▶ layers ─▶ head ─▶ sample ─▶ last_token[slot], positions + 1
 //! ```
 //!
 //! **Invariant.** Nothing on the device is freed or moved while the backend lives, so captured graphs
@@ -48,6 +48,7 @@ pub use profile::{Stage, StageTime};
 pub use results::{Pending, SampledToken};
 
 use crate::launch::{FourBitKernels, Kernels};
+use crate::sampling::{Sampling, TokenState};
 use crate::{Backend, Error, Projection, QuantType, Qwen3Config, Result, StepPlan, Weights, walk};
 use adapters::Adapters;
 use attention::Attention;
@@ -135,6 +136,9 @@ impl CudaOptions {
     }
 }
 
+/// Token states that travel at once.
+const TOKEN_STATES: usize = 8192;
+
 /// Where the weights come from.
 #[derive(Debug, Clone, Copy)]
 pub enum WeightSource<'a> {
@@ -184,6 +188,12 @@ pub struct CudaBackend {
     packed: PackedInputs,
     decode: DecodeInputs,
     last_token: DeviceBuffer<u32>,
+    /// `[n_slots, vocab]`.
+    token_states: DeviceBuffer<TokenState>,
+    /// Where token states are uploaded to, `[TOKEN_STATES, 2]`.
+    state_entries: DeviceBuffer<u32>,
+    /// Most likely tokens that each row of the last packed step and the last decode step asked for.
+    asked: [Vec<u32>; 2],
     sampled: Sampled,
     results: Results,
     buckets: BucketSet,
@@ -242,7 +252,7 @@ impl CudaBackend {
         let table = options.page_table();
         let buckets = BucketSet::new(options.max_batch_size)?;
         let max_rows = options.max_tokens.max(options.max_batch_size);
-        let words = PackedInputs::words(options.max_tokens);
+        let words = PackedInputs::words(options.max_tokens, options.max_batch_size);
         let backend = Self {
             graphs: None,
             workspace: Workspace::new(device, &config, max_rows, options.max_batch_size)?,
@@ -250,9 +260,12 @@ impl CudaBackend {
             mirror: PageTableMirror::new(device, &table)?,
             mirrored: false,
             staging: Staging::new(device, words.max(DecodeInputs::words(options.max_batch_size)))?,
-            packed: PackedInputs::new(&stream, options.max_tokens)?,
+            packed: PackedInputs::new(&stream, options.max_tokens, options.max_batch_size)?,
             decode: DecodeInputs::new(&stream, options.max_batch_size)?,
             last_token: DeviceBuffer::zeroed(device, table.n_slots)?,
+            token_states: DeviceBuffer::zeroed(device, table.n_slots * config.vocab_size)?,
+            state_entries: DeviceBuffer::zeroed(device, 2 * TOKEN_STATES)?,
+            asked: [Vec::new(), Vec::new()],
             sampled: Sampled::new(&stream, options.max_batch_size)?,
             results: Results::new(device, options.max_batch_size)?,
             rows: Rows::Packed { tokens: 0, wanted: 0 },
@@ -341,13 +354,46 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Queues a packed step that samples the next token of each chunk that wants logits, and keeps it for the
-    /// chunk's slot. Returns how many rows were sampled.
+    /// Replaces what sampling knows of the tokens of a slot: all states are the default but those given, each with its id.
+    /// To be called before the first row of a sequence whose [`Sampling::uses_token_states`]; from then on tokens that are
+    /// sampled for the slot are counted.
     ///
     /// # Errors
-    /// As [`Backend::step`]; [`Error::StepTooLarge`] for more sampled rows than the largest batch. Panics: none.
-    pub fn prefill(&mut self, plan: &StepPlan<'_>) -> Result<usize> {
+    /// [`Error::Option`] for a slot that is not there; [`Error::Cuda`]. Panics: none.
+    pub fn set_token_states(&mut self, slot: usize, states: &[(u32, TokenState)]) -> Result<()> {
+        let words: Vec<u32> = states
+            .iter()
+            .flat_map(|&(id, state)| [id, u32::from(state.0)])
+            .collect();
+        let mut pieces = words.chunks(2 * TOKEN_STATES);
+        let first = pieces.next().unwrap_or(&[]);
+        for (clear, piece) in std::iter::once((true, first)).chain(pieces.map(|piece| (false, piece))) {
+            let entries = self.state_entries.slice(..piece.len())?;
+            self.staging.begin()?;
+            self.staging.upload(&self.stream, entries, piece)?;
+            self.staging.end(&self.stream)?;
+            let (states, vocab) = (self.token_states.as_slice(), self.config.vocab_size);
+            self.kernels
+                .token_states(&self.stream, states, vocab, slot, entries, clear)?;
+        }
+        Ok(())
+    }
+
+    /// Queues a packed step that samples the next token of each chunk that wants logits, and keeps it for the
+    /// chunk's slot. `sampling` says how, for each of them in order. Returns how many rows were sampled.
+    ///
+    /// # Errors
+    /// As [`Backend::step`]; [`Error::StepTooLarge`] for more sampled rows than the largest batch; [`Error::Option`] if
+    /// `sampling` is not one for each. Panics: none.
+    pub fn prefill(&mut self, plan: &StepPlan<'_>, sampling: &[Sampling]) -> Result<usize> {
         let rows = plan.logit_rows().len();
+        if sampling.len() != rows {
+            let problem = format!("is for {} rows, {rows} want a token", sampling.len());
+            return Err(Error::Option {
+                option: "sampling",
+                problem,
+            });
+        }
         if rows > self.options.max_batch_size {
             return Err(Error::StepTooLarge {
                 tokens: rows,
@@ -356,8 +402,13 @@ impl CudaBackend {
         }
         self.step(plan)?;
         if rows > 0 {
+            self.staging.begin()?;
+            let (stream, staging) = (&self.stream, &mut self.staging);
+            self.packed.upload_sampling(stream, staging, plan, sampling)?;
+            self.staging.end(&self.stream)?;
             self.sample(SampledBy::Packed, rows)?;
         }
+        self.asked[0] = sampling.iter().map(|sampling| sampling.top_logprobs).collect();
         Ok(rows)
     }
 
@@ -369,6 +420,8 @@ impl CudaBackend {
     /// the page table; [`Error::Cuda`]. Panics: none.
     pub fn decode(&mut self, rows: &[DecodeRow]) -> Result<()> {
         let bucket = self.set_decode_rows(rows)?;
+        self.asked[1].clear();
+        self.asked[1].extend(rows.iter().map(|row| row.sampling.top_logprobs));
         if bucket == 0 {
             return Ok(());
         }
@@ -390,7 +443,7 @@ impl CudaBackend {
     /// [`Error::Cuda`] and those of the operations; decode steps then go on without graphs. Panics: none.
     pub fn capture(&mut self) -> Result<&CaptureReport> {
         self.graphs = None;
-        let bucket = self.set_decode_rows(&[DecodeRow { slot: 0, position: 0 }])?;
+        let bucket = self.set_decode_rows(&[DecodeRow::greedy(0, 0)])?;
         debug_assert!(bucket > 0);
         let (stream, buckets) = (self.stream.clone(), self.buckets.clone());
         let captured = GraphCache::capture(
@@ -414,8 +467,16 @@ impl CudaBackend {
     /// # Errors
     /// [`Error::StepTooLarge`] for more rows than there are; [`Error::Cuda`]. Panics: none.
     pub fn read_back(&mut self, packed_rows: usize, decode_rows: usize) -> Result<Pending> {
-        self.results
-            .read_back(&self.stream, &self.sampled, packed_rows, decode_rows)
+        let [packed, decode] = &self.asked;
+        let first = |asked: &[u32], rows: usize| match asked.get(..rows) {
+            Some(asked) => Ok(asked.to_vec()),
+            None => Err(Error::StepTooLarge {
+                tokens: rows,
+                max: asked.len(),
+            }),
+        };
+        let asked = [first(packed, packed_rows)?, first(decode, decode_rows)?];
+        self.results.read_back(&self.stream, &self.sampled, asked)
     }
 
     /// Waits for sampled rows: those of the packed step, then those of the decode step.

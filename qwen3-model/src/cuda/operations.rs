@@ -10,7 +10,7 @@ use super::inputs::SampledBy;
 use super::profile::Stage;
 use super::weights::fused_shape;
 use super::{CudaBackend, Rows};
-use crate::launch::{Greedy, QkvRopeWrite, RmsNorm, TokenSource};
+use crate::launch::{QkvRopeWrite, RmsNorm, Sample, SampleRow, TokenSource};
 use crate::{AdapterReport, Backend, Error, FusedMatrix, MergeMode, Norm, Qwen3Config, Result, StepPlan};
 
 impl CudaBackend {
@@ -56,27 +56,39 @@ impl CudaBackend {
         self.add_unmerged_head(from..to)
     }
 
-    /// Arg-max, log-probability and the next step's state of the first `rows` rows of logits.
+    /// Token, log-probabilities and the next step's state of the first `rows` rows of logits.
     pub(super) fn sample(&mut self, by: SampledBy, rows: usize) -> Result<()> {
         if self.skips(Stage::Sample) {
             return Ok(());
         }
-        let (slots, positions) = match by {
-            SampledBy::Packed => (self.packed.logit_slots.slice(..rows)?, None),
-            SampledBy::Decode => (self.decode.slots(rows)?, Some(self.decode.positions(rows)?)),
+        let (slots, positions, sample_rows) = match by {
+            SampledBy::Packed => (
+                self.packed.logit_slots.slice(..rows)?,
+                None,
+                self.packed.sample_rows.slice(..rows * SampleRow::WORDS)?,
+            ),
+            SampledBy::Decode => (
+                self.decode.slots(rows)?,
+                Some(self.decode.positions(rows)?),
+                self.decode.sample_rows(rows)?,
+            ),
         };
         let vocab = self.config.vocab_size;
-        self.kernels.greedy(
+        self.kernels.sample(
             &self.stream,
-            &Greedy {
+            &Sample {
                 logits: self.workspace.logits.slice(..rows * vocab)?,
                 vocab,
-                scratch: &self.workspace.greedy,
+                scratch: &self.workspace.sample,
+                rows: sample_rows,
                 slots,
+                states: self.token_states.as_slice(),
                 last_token: self.last_token.as_slice(),
                 positions,
                 tokens: self.sampled.tokens(by, rows)?,
                 logprobs: self.sampled.logprobs(by, rows)?,
+                sampled_logprobs: self.sampled.sampled_logprobs(by, rows)?,
+                top: self.sampled.top(by, rows)?,
             },
         )
     }

@@ -38,7 +38,7 @@ pub enum Stage {
     Layer,
     /// Final norm and output head.
     Head,
-    /// Arg-max and log-probability.
+    /// Choice of tokens, and log-probabilities.
     Sample,
 }
 

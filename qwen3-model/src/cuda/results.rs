@@ -6,20 +6,26 @@
 
 use cuda_graphs::{Device, Event, PinnedBuffer, Stream};
 
-use super::inputs::{Sampled, SampledBy};
+use super::inputs::{SAMPLED_WORDS, Sampled, SampledBy, TOP_WORDS};
+use crate::sampling::{MAX_TOP_LOGPROBS, TokenLogprob};
 use crate::{Error, Result};
 
 /// Rounds that may be under way at once.
 const ROUNDS: usize = 4;
 
 /// One sampled token.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct SampledToken {
     /// Its id.
     pub token: u32,
     /// Natural logarithm of its probability at temperature 1 over the whole vocabulary; NaN if the row's logits were
     /// not finite.
     pub logprob: f32,
+    /// Natural logarithm of the probability that it was drawn with, after penalties, temperature and truncation; 0 at
+    /// temperature 0, NaN also if no token could come.
+    pub sampled_logprob: f32,
+    /// The most likely tokens, as many as the row asked for.
+    pub top_logprobs: Vec<TokenLogprob>,
 }
 
 /// Results that were asked for and are not collected yet.
@@ -27,13 +33,14 @@ pub struct SampledToken {
 #[must_use = "results are lost unless collected"]
 pub struct Pending {
     round: usize,
-    packed_rows: usize,
-    decode_rows: usize,
+    /// Most likely tokens that each row of the packed step and of the decode step asked for.
+    asked: [Vec<u32>; 2],
 }
 
 #[derive(Debug)]
 struct Round {
     words: PinnedBuffer<u32>,
+    top: PinnedBuffer<u32>,
     done: Event,
 }
 
@@ -44,11 +51,14 @@ pub(crate) struct Results {
     max_batch: usize,
 }
 
+const HALVES: [SampledBy; 2] = [SampledBy::Packed, SampledBy::Decode];
+
 impl Results {
     pub(crate) fn new(device: &Device, max_batch: usize) -> Result<Self> {
         let round = |_| -> Result<Round> {
             Ok(Round {
-                words: PinnedBuffer::zeroed(device, 4 * max_batch)?,
+                words: PinnedBuffer::zeroed(device, 2 * SAMPLED_WORDS * max_batch)?,
+                top: PinnedBuffer::zeroed(device, 2 * TOP_WORDS * max_batch)?,
                 done: Event::without_timing(device)?,
             })
         };
@@ -59,54 +69,76 @@ impl Results {
         })
     }
 
+    /// `asked` is the number of most likely tokens wanted, for each row of the packed step and of the decode step.
     pub(crate) fn read_back(
         &mut self,
         stream: &Stream,
         sampled: &Sampled,
-        packed_rows: usize,
-        decode_rows: usize,
+        asked: [Vec<u32>; 2],
     ) -> Result<Pending> {
         let max = self.max_batch;
-        if let Some(tokens) = [packed_rows, decode_rows].into_iter().find(|&rows| rows > max) {
+        if let Some(tokens) = asked.iter().map(Vec::len).find(|&rows| rows > max) {
             return Err(Error::StepTooLarge { tokens, max });
         }
         let round = self.next;
         self.next = (round + 1) % self.rounds.len();
-        let Round { words, done } = &self.rounds[round];
-        // One copy of the part that is wanted: tokens and log-probabilities of a half lie next to each other.
-        let range = match (packed_rows, decode_rows) {
-            (0, 0) => 0..0,
-            (0, _) => SampledBy::Decode as usize * max..4 * max,
-            (_, 0) => 0..2 * max,
-            _ => 0..4 * max,
+        let Round { words, top, done } = &self.rounds[round];
+        // One copy of the part that is wanted: all that belongs to a half lies together.
+        let half = SAMPLED_WORDS * max;
+        let range = match (asked[0].is_empty(), asked[1].is_empty()) {
+            (true, true) => 0..0,
+            (true, false) => half..2 * half,
+            (false, true) => 0..half,
+            (false, false) => 0..2 * half,
         };
         stream.download_async(words.slice(range.clone())?, sampled.words().slice(range)?)?;
+        for (half, asked) in HALVES.into_iter().zip(&asked) {
+            if asked.iter().any(|&n| n > 0) {
+                let start = half as usize * TOP_WORDS * max;
+                let range = start..start + asked.len() * TOP_WORDS;
+                stream.download_async(top.slice(range)?, sampled.top(half, asked.len())?)?;
+            }
+        }
         stream.record(done)?;
-        Ok(Pending {
-            round,
-            packed_rows,
-            decode_rows,
-        })
+        Ok(Pending { round, asked })
     }
 
     pub(crate) fn collect(&mut self, pending: Pending) -> Result<Vec<SampledToken>> {
-        let Round { words, done } = &self.rounds[pending.round];
+        let Round { words, top, done } = &self.rounds[pending.round];
         done.synchronize()?;
-        let mut sampled = Vec::with_capacity(pending.packed_rows + pending.decode_rows);
-        for (half, rows) in [
-            (SampledBy::Packed, pending.packed_rows),
-            (SampledBy::Decode, pending.decode_rows),
-        ] {
-            let start = half as usize * self.max_batch;
-            let mut tokens = vec![0; rows];
-            let mut logprobs = vec![0; rows];
-            words.read(start, &mut tokens)?;
-            words.read(start + self.max_batch, &mut logprobs)?;
-            let pairs = tokens.into_iter().zip(logprobs);
-            sampled.extend(pairs.map(|(token, bits)| SampledToken {
-                token,
-                logprob: f32::from_bits(bits),
-            }));
+        let mut sampled = Vec::with_capacity(pending.asked.iter().map(Vec::len).sum());
+        for (half, asked) in HALVES.into_iter().zip(&pending.asked) {
+            let rows = asked.len();
+            let part = |part: usize| -> Result<Vec<u32>> {
+                let mut values = vec![0; rows];
+                words.read(
+                    (half as usize * SAMPLED_WORDS + part) * self.max_batch,
+                    &mut values,
+                )?;
+                Ok(values)
+            };
+            let (tokens, logprobs, sampled_logprobs) = (part(0)?, part(1)?, part(2)?);
+            for (row, &asked) in asked.iter().enumerate() {
+                let mut top_logprobs = Vec::new();
+                if asked > 0 {
+                    let mut values = [0; TOP_WORDS];
+                    top.read((half as usize * self.max_batch + row) * TOP_WORDS, &mut values)?;
+                    let (ids, bits) = values.split_at(MAX_TOP_LOGPROBS);
+                    top_logprobs = (ids.iter().zip(bits).take(asked as usize))
+                        .filter(|&(&token, _)| token != u32::MAX)
+                        .map(|(&token, &bits)| TokenLogprob {
+                            token,
+                            logprob: f32::from_bits(bits),
+                        })
+                        .collect();
+                }
+                sampled.push(SampledToken {
+                    token: tokens[row],
+                    logprob: f32::from_bits(logprobs[row]),
+                    sampled_logprob: f32::from_bits(sampled_logprobs[row]),
+                    top_logprobs,
+                });
+            }
         }
         Ok(sampled)
     }

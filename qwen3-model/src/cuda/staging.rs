@@ -14,8 +14,9 @@ use cuda_graphs::{Device, DeviceSlice, Event, PinnedBuffer, Stream};
 
 use crate::Result;
 
-/// A packed and a decode step each take one: enough for two rounds under way and the one being written.
-const BUFFERS: usize = 6;
+/// A packed step takes two and a decode step one: enough for two rounds under way and the one being written. Token states
+/// take some more, now and then, and may wait.
+const BUFFERS: usize = 9;
 
 #[derive(Debug)]
 struct Buffer {

@@ -13,7 +13,7 @@ use cuda_graphs::{Device, DeviceBuffer};
 use half::bf16;
 
 use super::weights::fused_shape;
-use crate::launch::GreedyScratch;
+use crate::launch::SampleScratch;
 use crate::{FusedMatrix, Qwen3Config, Result};
 
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub(crate) struct Workspace {
     pub(crate) gate_up: DeviceBuffer<bf16>,
     pub(crate) gated: DeviceBuffer<bf16>,
     pub(crate) logits: DeviceBuffer<f32>,
-    pub(crate) greedy: GreedyScratch,
+    pub(crate) sample: SampleScratch,
     /// Rows that `logits` has room for.
     pub(crate) logit_rows: usize,
 }
@@ -46,7 +46,7 @@ impl Workspace {
             gate_up: bf16s(gate_up)?,
             gated: bf16s(config.intermediate_size)?,
             logits: DeviceBuffer::zeroed(device, logit_rows * config.vocab_size)?,
-            greedy: GreedyScratch::new(device, logit_rows, config.vocab_size)?,
+            sample: SampleScratch::new(device, logit_rows, config.vocab_size)?,
             logit_rows,
         })
     }

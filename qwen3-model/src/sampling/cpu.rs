@@ -47,9 +47,10 @@ impl Sampling {
         }
         let mut logit = logit;
         if state.is_seen() {
-            logit = match logit > 0.0 {
-                true => logit / self.repetition_penalty,
-                false => logit * self.repetition_penalty,
+            // A product, which costs a GPU less than a quotient.
+            logit *= match logit > 0.0 {
+                true => 1.0 / self.repetition_penalty,
+                false => self.repetition_penalty,
             };
         }
         let count = state.count();

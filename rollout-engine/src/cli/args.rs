@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use qwen3_model::PristineCopy;
 
+use super::sampling::SamplingArgs;
 use crate::device::DeviceChoice;
 use crate::pool::PoolSettings;
 
@@ -148,10 +149,13 @@ pub(super) struct GenerateArgs {
     #[arg(long)]
     pub(super) quiet: bool,
 
-    /// Seed of the random numbers of sampling. Decoding is greedy so far and draws none, so that every seed gives
-    /// the same completions.
+    /// Seed of the random numbers: the same seed with the same prompts in the same order gives the same completions. No two
+    /// prompts of a run draw the same numbers.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) seed: u64,
+
+    #[command(flatten)]
+    pub(super) sampling: SamplingArgs,
 }
 
 impl GenerateArgs {

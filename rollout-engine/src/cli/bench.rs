@@ -543,10 +543,7 @@ fn profile(args: &BenchArgs, runner: &mut CudaRunner, rows: usize) -> Result<Vec
             break;
         }
         let _ = pages.reserve(slot, len).map_err(Error::from)?;
-        decode.push(DecodeRow {
-            slot: slot.index(),
-            position,
-        });
+        decode.push(DecodeRow::greedy(slot.index(), position));
     }
     backend.sync_pages(&mut pages).map_err(Error::from)?;
     Ok(backend.profile_decode(&decode).map_err(Error::from)?)

@@ -30,7 +30,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
     };
     // Prompts first: a mistake in them shows before a large model is loaded.
     let has_template = args.prompts.is_none() && !ChatTemplates::from_dir(&model_dir)?.is_empty();
-    let jobs = input::jobs(args, has_template)?;
+    let sampling = args.sampling.params(args.max_new_tokens, &model_dir)?;
+    let jobs = input::jobs(args, &sampling, has_template)?;
     let begin = Instant::now();
     let mut builder = Engine::builder()
         .model(&model_dir)

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use super::CliError;
 use super::args::GenerateArgs;
 use crate::bundled;
-use crate::request::{ChatPrompt, Prompt, Request};
+use crate::request::{ChatPrompt, Prompt, Request, SamplingParams};
 
 /// Largest prompts file, in bytes.
 const MAX_FILE: u64 = 4 << 30;
@@ -46,8 +46,12 @@ enum TextMode {
     Default,
 }
 
-/// The requests that the command line asks for. `has_template` tells whether the model has a chat template.
-pub(super) fn jobs(args: &GenerateArgs, has_template: bool) -> Result<Vec<Job>, CliError> {
+/// The requests that the command line asks for, all of them with this `sampling`. `has_template` tells whether the model has a chat template.
+pub(super) fn jobs(
+    args: &GenerateArgs,
+    sampling: &SamplingParams,
+    has_template: bool,
+) -> Result<Vec<Job>, CliError> {
     let mode = match (args.chat, args.raw) {
         (true, _) => TextMode::Chat,
         (_, true) => TextMode::Raw,
@@ -76,7 +80,7 @@ pub(super) fn jobs(args: &GenerateArgs, has_template: bool) -> Result<Vec<Job>, 
         }
     };
     for job in &mut jobs {
-        job.request.sampling.max_new_tokens = args.max_new_tokens;
+        job.request.sampling = sampling.clone();
         job.request.n = args.n;
     }
     Ok(jobs)

@@ -10,7 +10,8 @@ use serde_json::Value;
 use super::CliError;
 use super::input::Job;
 use crate::adapters::PolicySpan;
-use crate::completion::{Completion, FinishReason};
+use crate::completion::{Completion, FinishReason, StopReason};
+use crate::runner::TokenLogprob;
 
 /// A line of the output file.
 #[derive(Serialize)]
@@ -22,7 +23,15 @@ struct Line<'a> {
     token_ids: &'a [u32],
     text: &'a str,
     finish_reason: FinishReason,
+    /// The id or the text that ended it, if not a limit.
+    stop_reason: Option<&'a StopReason>,
+    /// Of the policy: at temperature 1, over the whole vocabulary.
     logprobs: &'a [f32],
+    /// As drawn: after penalties, temperature and truncation.
+    sampled_logprobs: &'a [f32],
+    /// For each new token a list of id and log-probability.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_logprobs: Option<Vec<Vec<(u32, f32)>>>,
     /// Number of the policy of the last token.
     policy_version: u64,
     policies: &'a [PolicySpan],
@@ -83,7 +92,10 @@ impl Output {
                     token_ids: &completion.token_ids,
                     text: &completion.text,
                     finish_reason: completion.finish_reason,
+                    stop_reason: completion.stop_reason.as_ref(),
                     logprobs: &completion.logprobs,
+                    sampled_logprobs: &completion.sampled_logprobs,
+                    top_logprobs: pairs(&completion.top_logprobs),
                     policy_version: completion.policies.last().map_or(0, |span| span.version.number),
                     policies: &completion.policies,
                 };
@@ -158,6 +170,12 @@ impl Output {
                 .try_for_each(|text| write_stdout(&text)),
         }
     }
+}
+
+/// Lists of alternatives for JSON; `None` if there are none.
+fn pairs(top_logprobs: &[Vec<TokenLogprob>]) -> Option<Vec<Vec<(u32, f32)>>> {
+    let pairs = |list: &Vec<TokenLogprob>| list.iter().map(|top| (top.token, top.logprob)).collect();
+    (!top_logprobs.is_empty()).then(|| top_logprobs.iter().map(pairs).collect())
 }
 
 /// Writes to standard output at once.
