@@ -280,7 +280,7 @@ fn decode(backend: &mut CudaBackend, steps: usize) -> Vec<Vec<(u32, u32)>> {
     backend.sync_pages(&mut table).unwrap();
     let mut out = vec![Vec::new(); 8];
     for position in 0..steps {
-        let rows: Vec<DecodeRow> = slots.iter().map(|&slot| DecodeRow { slot, position }).collect();
+        let rows: Vec<DecodeRow> = slots.iter().map(|&slot| DecodeRow::greedy(slot, position)).collect();
         backend.decode(&rows).unwrap();
         let pending = backend.read_back(0, rows.len()).unwrap();
         for (out, s) in out.iter_mut().zip(backend.collect(pending).unwrap()) {
@@ -339,7 +339,7 @@ fn several_policies_in_one_batch_are_each_what_it_is_alone() {
             backend_again.set_slot_policy(row + 1, policy).unwrap();
         }
         // The tokens sampled last are those of before: start as a new backend does.
-        let rows: Vec<DecodeRow> = (1..9).map(|slot| DecodeRow { slot, position: 6 }).collect();
+        let rows: Vec<DecodeRow> = (1..9).map(|slot| DecodeRow::greedy(slot, 6)).collect();
         backend_again.verify_decode(&rows).unwrap();
         for (slot, policy) in [(1, Some(4)), (99, Some(0)), (99, None)] {
             assert!(backend_again.set_slot_policy(slot, policy).is_err());

@@ -4,7 +4,7 @@ use super::{Philox, Sampling, TokenLogprob, TokenState};
 
 /// Coefficients of `2^−f = 1 + f·(c₀ + f·(c₁ + …))` for |f| ≤ ½, within 1.1·10⁻⁷ in f32. The kernel has the same.
 const EXP2: [f32; 6] = [
-    -0.693_147_2,
+    -std::f32::consts::LN_2,
     0.240_226_48,
     -0.055_503_324,
     0.009_618_437,
