@@ -280,7 +280,10 @@ fn decode(backend: &mut CudaBackend, steps: usize) -> Vec<Vec<(u32, u32)>> {
     backend.sync_pages(&mut table).unwrap();
     let mut out = vec![Vec::new(); 8];
     for position in 0..steps {
-        let rows: Vec<DecodeRow> = slots.iter().map(|&slot| DecodeRow::greedy(slot, position)).collect();
+        let rows: Vec<DecodeRow> = slots
+            .iter()
+            .map(|&slot| DecodeRow::greedy(slot, position))
+            .collect();
         backend.decode(&rows).unwrap();
         let pending = backend.read_back(0, rows.len()).unwrap();
         for (out, s) in out.iter_mut().zip(backend.collect(pending).unwrap()) {
