@@ -2,34 +2,88 @@
 #![allow(unsafe_code)]
 
 use bytemuck::{Pod, Zeroable};
-use cuda_graphs::{DeviceBuffer, DeviceSlice, Kernel, KernelSpec, LaunchConfig, Limits, Stream};
+use cuda_graphs::{DeviceInfo, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Stream};
 use half::bf16;
 
-/// Columns, rows and threads of a tile; in step with the kernel.
-pub(crate) const TILE_COLUMNS: usize = 128;
-const TILE_ROWS: usize = 64;
-const THREADS: u32 = 128;
-/// Rows of one block: its right factors stay in shared memory for that long.
-const ROWS_PER_ITEM: usize = 512;
-/// Shared memory that the kernel has besides the tiles.
-const STATIC_SHARED: usize = 4096;
+/// Rows and columns of a tile, ranks of a step; in step with the kernel.
+const TILE_ROWS: usize = 16;
+const TILE_COLUMNS: usize = 128;
 /// Ranks are padded to a multiple of this, per term.
 pub(crate) const RANK_STEP: usize = 16;
+/// Rows of one block's item, roughly: its right factors stay in shared memory for that long.
+const ROWS_PER_ITEM: usize = 1024;
+/// Shared memory at the front of a block: norms and a counter.
+const HEAD_BYTES: usize = 4 * TILE_COLUMNS + 16;
+/// Sides of a matrix are shorter: the kernels keep a row and a column of a tile in 32 bits.
+const MOST_ROWS: usize = 1 << 25;
+/// Registers of a thread of the merge kernels, and warps of the largest block.
+const REGISTERS: u32 = 128;
+const MOST_WARPS: usize = 16;
 
 /// Every kernel of this crate, for compiling ahead and for tests without a GPU.
 pub fn kernel_specs() -> Vec<KernelSpec> {
-    // 168 registers let three blocks share a multiprocessor; a few loop-invariant values are kept in local memory.
-    let merge = Limits {
-        spill_bytes: 128,
-        stack_bytes: 64,
-        ..Limits::registers(168)
+    // 128 registers let 16 warps share a multiprocessor.
+    let merge = Limits::registers(REGISTERS);
+    // Few and outside the loops over ranks.
+    let deep = Limits {
+        spill_bytes: 96,
+        stack_bytes: 48,
+        ..merge
     };
+    let headers = [
+        (
+            "merge_primitives.cuh",
+            include_str!("../kernels/merge_primitives.cuh"),
+        ),
+        ("merge_prepare.cuh", include_str!("../kernels/merge_prepare.cuh")),
+        ("merge_tile.cuh", include_str!("../kernels/merge_tile.cuh")),
+    ];
     vec![
         KernelSpec::new("merge", include_str!("../kernels/merge.cu"))
+            .headers(headers.map(|(name, text)| Header::new(name, text)))
+            .entry("prepare", Limits::registers(128))
             .entry("merge_split", merge)
-            .entry("merge_bf16", merge)
+            .entry("merge_deep", deep)
+            .entry("merge_whole", merge)
+            .entry("merge_general", merge)
             .entry("dora_rows", Limits::registers(48)),
     ]
+}
+
+/// Which form of the kernel a matrix takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Form {
+    /// f32 factors in two parts.
+    Split,
+    /// As `Split`, for ranks above 32.
+    Deep,
+    /// Factors of at most 11 significant bits and one scaling.
+    Whole,
+    /// As `Split`, with gains, and of any rank.
+    General,
+}
+
+impl Form {
+    fn parts(self) -> usize {
+        match self {
+            Self::Whole => 1,
+            Self::Split | Self::Deep | Self::General => 2,
+        }
+    }
+
+    /// The form for a matrix whose ranks, padded, sum up to `rank`: right factors of a high rank do not fit into shared
+    /// memory.
+    pub(crate) fn of(rank: usize, whole: bool, gains: bool, device: &DeviceInfo) -> Self {
+        let form = match (whole, rank > 2 * RANK_STEP) {
+            (true, _) => Self::Whole,
+            (false, false) => Self::Split,
+            (false, true) => Self::Deep,
+        };
+        if gains || shared_bytes(form, right_bytes(form, rank), 4) > device.shared_bytes_per_block {
+            return Self::General;
+        }
+        form
+    }
 }
 
 /// A low-rank term as the kernel reads it.
@@ -38,6 +92,10 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
 pub(crate) struct Term {
     pub(crate) scale: f64,
     pub(crate) row_scale: u64,
+    pub(crate) left: u64,
+    pub(crate) right: u64,
+    pub(crate) unit: f32,
+    pub(crate) bf16: u32,
     pub(crate) first: u32,
     pub(crate) rank: u32,
 }
@@ -47,33 +105,34 @@ pub(crate) struct Term {
 struct Matrix {
     w0: u64,
     out: u64,
-    left: u64,
-    right: u64,
     terms: u64,
     gain: u64,
+    left: u64,
+    right: u64,
+    row_factors: u64,
+    column_norms: u64,
+    transposed: u64,
     rows: u32,
     columns: u32,
     rank: u32,
     n_terms: u32,
+    parts: u32,
     first_item: u32,
-    padding: u32,
+    rows_per_item: u32,
+    first_warp: u32,
 }
 
-/// What the kernel found out about one matrix.
+/// Words of one matrix in a table.
+pub(crate) const MATRIX_WORDS: usize = size_of::<Matrix>() / 8;
+
+/// What the kernel found out about one matrix. All zeros before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct Report {
+    /// The complement of the smallest index of an element that is not finite; 0 if there is none.
     pub(crate) not_finite: u64,
     pub(crate) recomputed: u64,
     pub(crate) differs: u64,
-}
-
-impl Report {
-    pub(crate) const EMPTY: Self = Self {
-        not_finite: u64::MAX,
-        recomputed: 0,
-        differs: 0,
-    };
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -82,8 +141,8 @@ struct Params {
     matrices: u64,
     reports: u64,
     n_matrices: u32,
-    chunk: u32,
-    rows_per_item: u32,
+    n_warps: u32,
+    right_bytes: u32,
     padding: u32,
 }
 
@@ -107,15 +166,12 @@ struct DoraParams {
 }
 
 /// One matrix of a merge.
-pub(crate) struct MergeArgs<'a> {
+#[derive(Clone, Copy)]
+pub(crate) struct MatrixArgs<'a> {
     /// `[rows, columns]`
     pub(crate) w0: DeviceSlice<'a, bf16>,
     /// `[rows, columns]`
     pub(crate) out: DeviceSlice<'a, bf16>,
-    /// `[rows, rank]`
-    pub(crate) left: DeviceSlice<'a, f32>,
-    /// `[rank, columns]`
-    pub(crate) right: DeviceSlice<'a, f32>,
     pub(crate) terms: DeviceSlice<'a, Term>,
     /// `[rows]`
     pub(crate) gain: Option<DeviceSlice<'a, f64>>,
@@ -124,7 +180,7 @@ pub(crate) struct MergeArgs<'a> {
     pub(crate) rank: usize,
 }
 
-impl MergeArgs<'_> {
+impl MatrixArgs<'_> {
     /// What the kernel relies on. The terms' own bounds are the caller's: see [`merge`].
     fn check(&self) -> Result<(), cuda_graphs::Error> {
         let elements = self.rows.checked_mul(self.columns);
@@ -136,27 +192,19 @@ impl MergeArgs<'_> {
                 "columns must be a multiple of 8, and weights begin at a multiple of 16 bytes",
             ));
         }
-        if !self.rank.is_multiple_of(RANK_STEP)
-            || self.left.len() != self.rows * self.rank
-            || self.right.len() != self.rank * self.columns
-            || !(self.left.ptr() | self.right.ptr()).is_multiple_of(16)
-        {
-            return Err(refuse("the factors do not have the matrix's shape"));
+        if self.rank == 0 || !self.rank.is_multiple_of(RANK_STEP) {
+            return Err(refuse("the rank must be a multiple of 16"));
         }
         if self.terms.is_empty() || self.gain.is_some_and(|g| g.len() != self.rows) {
             return Err(refuse("a matrix needs a term, and as many gains as rows"));
         }
         if [self.rows, self.columns, self.rank]
             .iter()
-            .any(|n| u32::try_from(*n).is_err())
+            .any(|n| *n >= MOST_ROWS)
         {
             return Err(refuse("a side of the matrix is too long"));
         }
         Ok(())
-    }
-
-    fn items(&self) -> usize {
-        self.columns.div_ceil(TILE_COLUMNS) * self.rows.div_ceil(ROWS_PER_ITEM)
     }
 }
 
@@ -167,85 +215,198 @@ fn refuse(why: &str) -> cuda_graphs::Error {
     }
 }
 
-/// Bytes of shared memory for `chunk` ranks.
-fn shared_bytes(chunk: usize) -> usize {
-    let left_stride = chunk + if chunk % 32 == 16 { 24 } else { 8 };
-    4 * (chunk * (TILE_COLUMNS + 4) + TILE_ROWS * left_stride)
+/// Bytes of right factors of one column tile.
+fn right_bytes(form: Form, rank: usize) -> usize {
+    match form {
+        Form::General => 0,
+        Form::Split | Form::Deep | Form::Whole => rank / RANK_STEP * form.parts() * 4096,
+    }
 }
 
-/// Merges all matrices in one launch. `reports` has one entry per matrix, set to [`Report::EMPTY`] before. Returns the
-/// buffer of descriptors, to be kept until the launch is done.
-///
-/// Terms of a matrix must lie within its rank, each at a multiple of [`RANK_STEP`], in rising order, and their row
-/// scalings must cover its rows; `crate::cuda` makes them so. Outputs must not overlap.
-pub(crate) fn merge(
-    kernel: &Kernel,
-    stream: &Stream,
-    matrices: &[MergeArgs<'_>],
-    reports: DeviceSlice<'_, Report>,
-) -> Result<DeviceBuffer<u64>, cuda_graphs::Error> {
-    let mut table = Vec::with_capacity(matrices.len());
-    let (mut items, mut widest) = (0usize, RANK_STEP);
+/// Shared memory of a block.
+fn shared_bytes(form: Form, right_bytes: usize, warps: usize) -> usize {
+    let w0 = 2 * TILE_ROWS * TILE_COLUMNS;
+    let per_warp = match form {
+        // All left factors of a tile, an eighth of the right ones.
+        Form::Deep => w0 + right_bytes / 8,
+        // Two places for W₀ and for two steps of left factors.
+        Form::Split | Form::Whole | Form::General => 2 * w0 + 2 * form.parts() * 1024,
+    };
+    // A list of doubtful elements.
+    HEAD_BYTES + right_bytes + warps * (per_warp + 32)
+}
+
+/// Warps of a block: as many as possible on a multiprocessor, in blocks as small as possible.
+fn block_warps(form: Form, right_bytes: usize, device: &DeviceInfo) -> Option<usize> {
+    let resident = |warps: usize| {
+        let shared = shared_bytes(form, right_bytes, warps);
+        if shared > device.shared_bytes_per_block {
+            return 0;
+        }
+        let by_shared = device.shared_bytes_per_multiprocessor / (shared + 1024);
+        let by_registers = device.registers_per_multiprocessor as usize / (REGISTERS as usize * 32 * warps);
+        by_shared.min(by_registers).max(1) * warps
+    };
+    let sizes = [8, 12, MOST_WARPS, 6, 4].into_iter().filter(|w| resident(*w) > 0);
+    // The first of several equal ones.
+    sizes.rev().max_by_key(|warps| resident(*warps))
+}
+
+/// Bytes of each part of what `prepare` writes for one matrix, each padded to 256.
+fn scratch_parts(form: Form, rows: usize, columns: usize, rank: usize) -> [usize; 5] {
+    let (row_tiles, column_tiles) = (rows.div_ceil(TILE_ROWS), columns.div_ceil(TILE_COLUMNS));
+    let steps = rank / RANK_STEP;
+    [
+        row_tiles * form.parts() * steps * 512,
+        column_tiles * form.parts() * steps * 4096,
+        row_tiles * TILE_ROWS * 8,
+        column_tiles * TILE_COLUMNS * 4,
+        columns * rank * 4,
+    ]
+    .map(|bytes| bytes.next_multiple_of(256))
+}
+
+/// Bytes of scratch memory that a matrix needs while it is merged.
+pub(crate) fn scratch_bytes(form: Form, rows: usize, columns: usize, rank: usize) -> usize {
+    scratch_parts(form, rows, columns, rank).iter().sum()
+}
+
+/// The matrices of one launch as the kernels read them, and the launch's geometry.
+pub(crate) struct Table {
+    /// To be on the device before [`merge`].
+    pub(crate) words: Vec<u64>,
+    form: Form,
+    items: usize,
+    prepare_warps: usize,
+    block_warps: usize,
+    right_bytes: usize,
+}
+
+/// Describes a launch. Its matrices' scratch memory is laid out one after the other in `scratch`.
+pub(crate) fn table(
+    matrices: &[MatrixArgs<'_>],
+    form: Form,
+    scratch: DeviceSlice<'_, u8>,
+    device: &DeviceInfo,
+) -> Result<Table, cuda_graphs::Error> {
+    let mut words = Vec::with_capacity(matrices.len() * MATRIX_WORDS);
+    let (mut items, mut warps, mut used, mut widest) = (0usize, 0usize, 0usize, RANK_STEP);
     for m in matrices {
         m.check()?;
-        table.push(Matrix {
+        let mut place = || -> [u64; 5] {
+            scratch_parts(form, m.rows, m.columns, m.rank).map(|bytes| {
+                let at = scratch.ptr() + used as u64;
+                used += bytes;
+                at
+            })
+        };
+        let [left, right, row_factors, column_norms, transposed] = place();
+        // Items of a matrix are equally large.
+        let row_items = m.rows.div_ceil(ROWS_PER_ITEM);
+        let rows_per_item = m.rows.div_ceil(row_items).next_multiple_of(TILE_ROWS);
+        let column_tiles = m.columns.div_ceil(TILE_COLUMNS);
+        let matrix = Matrix {
             w0: m.w0.ptr(),
             out: m.out.ptr(),
-            left: m.left.ptr(),
-            right: m.right.ptr(),
             terms: m.terms.ptr(),
             gain: m.gain.map_or(0, |g| g.ptr()),
+            left,
+            right,
+            row_factors,
+            column_norms,
+            transposed,
             rows: m.rows as u32,
             columns: m.columns as u32,
             rank: m.rank as u32,
             n_terms: m.terms.len() as u32,
+            parts: form.parts() as u32,
             first_item: u32::try_from(items).map_err(|_| refuse("too many tiles"))?,
-            padding: 0,
-        });
-        items += m.items();
+            rows_per_item: rows_per_item as u32,
+            first_warp: u32::try_from(warps).map_err(|_| refuse("too many tiles"))?,
+        };
+        words.extend_from_slice(bytemuck::cast_slice(&[matrix]));
+        items += column_tiles * m.rows.div_ceil(rows_per_item);
+        warps += m.rows.div_ceil(TILE_ROWS) + 4 * column_tiles;
         widest = widest.max(m.rank);
     }
-    if reports.len() != matrices.len() {
-        return Err(refuse("a report for each matrix is needed"));
+    if used > scratch.len() {
+        return Err(refuse("the scratch memory is too small"));
     }
-    let words: &[u64] = bytemuck::cast_slice(&table);
-    let descriptors = DeviceBuffer::from_slice(stream, words)?;
-    if matrices.is_empty() {
-        return Ok(descriptors);
+    let right_bytes = right_bytes(form, widest);
+    let block_warps = block_warps(form, right_bytes, device);
+    Ok(Table {
+        words,
+        form,
+        items,
+        prepare_warps: warps,
+        block_warps: block_warps.ok_or_else(|| refuse("the rank is too high for this form"))?,
+        right_bytes,
+    })
+}
+
+/// The kernels that [`merge`] launches.
+#[derive(Clone, Debug)]
+pub(crate) struct Kernels {
+    pub(crate) prepare: Kernel,
+    pub(crate) split: Kernel,
+    pub(crate) deep: Kernel,
+    pub(crate) whole: Kernel,
+    pub(crate) general: Kernel,
+}
+
+/// Merges the matrices of a table, which must be on the device in `words`. `reports` has one entry per matrix.
+///
+/// Terms of a matrix must lie within its rank, each at a multiple of [`RANK_STEP`], in rising order; their factors must
+/// have the matrix's shape, and row scalings must cover its rows; `crate::cuda` makes them so. Outputs must not overlap.
+pub(crate) fn merge(
+    kernels: &Kernels,
+    stream: &Stream,
+    table: &Table,
+    words: DeviceSlice<'_, u64>,
+    reports: DeviceSlice<'_, Report>,
+) -> Result<(), cuda_graphs::Error> {
+    let n_matrices = table.words.len() / MATRIX_WORDS;
+    if words.len() != table.words.len() || reports.len() != n_matrices {
+        return Err(refuse("a table and a report for each matrix are needed"));
     }
-    let limit = stream
-        .device()
-        .info()
-        .shared_bytes_per_block
-        .saturating_sub(STATIC_SHARED);
-    let mut chunk = widest;
-    while chunk > RANK_STEP && shared_bytes(chunk) > limit {
-        chunk -= RANK_STEP;
+    if n_matrices == 0 {
+        return Ok(());
     }
     let params = Params {
-        matrices: descriptors.ptr(),
+        matrices: words.ptr(),
         reports: reports.ptr(),
-        n_matrices: matrices.len() as u32,
-        chunk: chunk as u32,
-        rows_per_item: ROWS_PER_ITEM as u32,
+        n_matrices: n_matrices as u32,
+        n_warps: u32::try_from(table.prepare_warps).map_err(|_| refuse("too many tiles"))?,
+        right_bytes: table.right_bytes as u32,
         padding: 0,
     };
-    let grid = u32::try_from(items).map_err(|_| refuse("too many tiles"))?;
-    let config = LaunchConfig::new(grid, THREADS).dynamic_shared_bytes(shared_bytes(chunk) as u32);
-    // SAFETY: every matrix's slices have the lengths that its shape implies, checked above, the terms are as described
-    // above, and the tiles of the grid are those of the table. The slices are borrowed by the caller; freeing device
-    // memory waits for the device.
-    unsafe { kernel.launch(stream, &config, &params) }?;
-    Ok(descriptors)
+    let grid = u32::try_from(table.items).map_err(|_| refuse("too many tiles"))?;
+    let prepare = LaunchConfig::new(table.prepare_warps.div_ceil(8) as u32, 256);
+    let shared = shared_bytes(table.form, table.right_bytes, table.block_warps);
+    let merge = LaunchConfig::new(grid, 32 * table.block_warps as u32).dynamic_shared_bytes(shared as u32);
+    let kernel = match table.form {
+        Form::Split => &kernels.split,
+        Form::Deep => &kernels.deep,
+        Form::Whole => &kernels.whole,
+        Form::General => &kernels.general,
+    };
+    // SAFETY: every matrix's slices have the lengths that its shape implies and its part of the scratch memory is as long
+    // as the kernels take it to be, both checked where the table was made; the terms are as described above, and the
+    // tiles of the grids are those of the table. The slices are borrowed by the caller; freeing device memory waits for
+    // the device. What `prepare` writes is read by the launch behind it on the same stream.
+    unsafe {
+        kernels.prepare.launch(stream, &prepare, &params)?;
+        kernel.launch(stream, &merge, &params)
+    }
 }
 
 /// One DoRA term of a matrix.
 pub(crate) struct DoraArgs<'a> {
     /// `[rows, columns]`
     pub(crate) w0: DeviceSlice<'a, bf16>,
-    /// `[rows, rank of all terms]`
+    /// `[rows, rank]`
     pub(crate) left: DeviceSlice<'a, f32>,
-    /// `[rank of all terms, columns]`
+    /// `[rank, columns]`
     pub(crate) right: DeviceSlice<'a, f32>,
     /// `[rows]`
     pub(crate) magnitude: DeviceSlice<'a, f32>,
@@ -258,8 +419,6 @@ pub(crate) struct DoraArgs<'a> {
     pub(crate) scale: f64,
     pub(crate) rows: usize,
     pub(crate) columns: usize,
-    pub(crate) stride: usize,
-    pub(crate) first_rank: usize,
     pub(crate) rank: usize,
     pub(crate) first: bool,
 }
@@ -268,13 +427,12 @@ pub(crate) struct DoraArgs<'a> {
 pub(crate) fn dora(kernel: &Kernel, stream: &Stream, args: &DoraArgs<'_>) -> Result<(), cuda_graphs::Error> {
     let per_row = [args.magnitude.len(), args.row_scale.len(), args.gain.len()];
     if args.w0.len() != args.rows * args.columns
-        || args.left.len() != args.rows * args.stride
-        || args.right.len() != args.stride * args.columns
+        || args.left.len() != args.rows * args.rank
+        || args.right.len() != args.rank * args.columns
         || per_row.iter().any(|n| *n != args.rows)
         || args.zero_norm.len() != 1
-        || args.first_rank + args.rank > args.stride
         || args.rows == 0
-        || [args.rows, args.columns, args.stride]
+        || [args.rows, args.columns, args.rank]
             .iter()
             .any(|n| u32::try_from(*n).is_err())
     {
@@ -284,8 +442,8 @@ pub(crate) fn dora(kernel: &Kernel, stream: &Stream, args: &DoraArgs<'_>) -> Res
     }
     let params = DoraParams {
         w0: args.w0.ptr(),
-        left: args.left.ptr() + 4 * args.first_rank as u64,
-        right: args.right.ptr() + 4 * (args.first_rank * args.columns) as u64,
+        left: args.left.ptr(),
+        right: args.right.ptr(),
         magnitude: args.magnitude.ptr(),
         row_scale: args.row_scale.ptr(),
         gain: args.gain.ptr(),
@@ -293,13 +451,13 @@ pub(crate) fn dora(kernel: &Kernel, stream: &Stream, args: &DoraArgs<'_>) -> Res
         scale: args.scale,
         rows: args.rows as u32,
         columns: args.columns as u32,
-        stride: args.stride as u32,
+        stride: args.rank as u32,
         rank: args.rank as u32,
         first: u32::from(args.first),
         padding: 0,
     };
     let config = LaunchConfig::new(args.rows.div_ceil(32) as u32, 256);
-    // SAFETY: all slices have the lengths that the shape implies, checked above, and the term's ranks lie within the
-    // stacked ones. The slices are borrowed by the caller; freeing device memory waits for the device.
+    // SAFETY: all slices have the lengths that the shape implies, checked above. They are borrowed by the caller; freeing
+    // device memory waits for the device.
     unsafe { kernel.launch(stream, &config, &params) }
 }

@@ -19,6 +19,7 @@ mod resolve;
 mod rounding;
 mod source;
 mod store;
+mod strip;
 mod target;
 mod tensors;
 mod unmerged;

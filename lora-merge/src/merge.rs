@@ -26,6 +26,7 @@
 
 use crate::resolve::check_length;
 use crate::rounding::bf16_from_f64;
+use crate::strip::{Found, STRIP, Strip};
 use crate::{Error, LowRankTerm, ModuleUpdate, Result};
 use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
@@ -34,8 +35,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Columns of a panel.
 const NR: usize = 16;
-/// Columns that are rounded together, row by row.
-const STRIP: usize = 256;
 /// Rows held in registers.
 const MR: usize = 6;
 /// Rows of a task: a multiple of `MR`.
@@ -44,10 +43,6 @@ const ROWS_PER_TASK: usize = 96;
 const RUN: usize = 32;
 /// Bytes of packed panels that stay in L2 while a task's rows pass.
 const PANEL_BYTES: usize = 192 * 1024;
-/// Bound on the roundings of g·W₀ relative to it: four times what is needed.
-const SLACK: f32 = 2.4e-7;
-/// The rounding of the last addition, at most 2⁻²⁴·|v| < 2⁻¹⁵·half, and those of the test itself: four times that.
-const HALF_SLACK: f32 = 1.0 / 8192.0;
 /// Least factor of a bound: the product of two covers results that are too small for relative bounds.
 const LEAST: f64 = 1e-20;
 
@@ -369,6 +364,7 @@ impl Block<'_> {
         let panels_per_pass = strips_per_pass * STRIP / NR;
         let mut found = Found::default();
         let mut sums = [[0f32; STRIP]; MR];
+        let mut doubt = [0u8; STRIP];
         for pass in (0..n_panels).step_by(panels_per_pass) {
             let pass_end = (pass + panels_per_pass).min(n_panels);
             for group in 0..groups {
@@ -394,13 +390,18 @@ impl Block<'_> {
                             norms,
                             bound: bounds[row],
                         };
-                        let mut doubt = [0u8; STRIP];
-                        match self.factors.gain.as_ref().map(|g| g[self.first_row + row] as f32) {
-                            None if bounds[row] == 0.0 => strip.keep(out, &mut found),
+                        let any = match self.factors.gain.as_ref().map(|g| g[self.first_row + row] as f32) {
+                            None if bounds[row] == 0.0 => {
+                                strip.keep(out, &mut found);
+                                false
+                            }
                             None => strip.round::<false>(1.0, out, &mut doubt, &mut found),
                             Some(gain) => strip.round::<true>(gain, out, &mut doubt, &mut found),
+                        };
+                        if any {
+                            self.settle(row, start, &doubt, w0, right, out, &mut found);
+                            doubt = [0; STRIP];
                         }
-                        self.settle(row, start, &doubt, w0, right, out, &mut found);
                     }
                 }
             }
@@ -529,77 +530,5 @@ fn multiply<S: Simd, const NV: usize>(
                 *s = if run == 0 { a } else { simd.add_f32s(*s, a) };
             }
         }
-    }
-}
-
-/// What a task found.
-#[derive(Default)]
-struct Found {
-    changed: u16,
-    differs: u16,
-    recomputed: u64,
-    not_finite: Option<usize>,
-}
-
-/// Up to `STRIP` sums of one row, ready to be added to W₀ and rounded. All slices have the same length.
-struct Strip<'a> {
-    w0: &'a [bf16],
-    sums: &'a [f32],
-    norms: &'a [f32],
-    bound: f32,
-}
-
-impl Strip<'_> {
-    /// A row that no term touches.
-    #[inline(always)]
-    fn keep(&self, out: &mut [bf16], found: &mut Found) {
-        for (out, w0) in out.iter_mut().zip(self.w0) {
-            found.changed |= out.to_bits() ^ w0.to_bits();
-            *out = *w0;
-        }
-    }
-
-    /// Adds, rounds to nearest even, and marks what the error bound leaves open.
-    ///
-    /// With `half` half the distance between bf16 values around v, the nearest tie is `half − |v − round(v)|` away.
-    /// Below a power of two the values lie closer, so an error of `half / 2` is never accepted. Whatever is not
-    /// finite, and v = 0, fails the comparison and is computed again.
-    #[inline(always)]
-    fn round<const GAIN: bool>(
-        &self,
-        gain: f32,
-        out: &mut [bf16],
-        doubt: &mut [u8; STRIP],
-        found: &mut Found,
-    ) {
-        let n = self.w0.len().min(STRIP);
-        let (w0, sums, norms) = (&self.w0[..n], &self.sums[..n], &self.norms[..n]);
-        let (out, doubt) = (&mut out[..n], &mut doubt[..n]);
-        let (mut changed, mut differs) = (0u16, 0u16);
-        for j in 0..n {
-            let mut base = f32::from_bits(u32::from(w0[j].to_bits()) << 16);
-            let mut error = self.bound * norms[j];
-            if GAIN {
-                base *= gain;
-                error += SLACK * base.abs();
-            }
-            let value = base + sums[j];
-            let bits = value.to_bits();
-            let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) & 0xffff_0000;
-            let half = f32::from_bits(bits & 0x7f80_0000) * (1.0 / 256.0);
-            let off = (value - f32::from_bits(rounded)).abs();
-            let quarter = half * 0.5;
-            let off = if off > quarter { off } else { quarter };
-            let sure = off + error < half * (1.0 - HALF_SLACK);
-            let new = (rounded >> 16) as u16;
-            let mask = if sure { 0xffff } else { 0 };
-            changed |= (out[j].to_bits() ^ new) & mask;
-            differs |= (w0[j].to_bits() ^ new) & mask;
-            // A doubtful element keeps its former value until it is settled.
-            out[j] = bf16::from_bits((new & mask) | (out[j].to_bits() & !mask));
-            doubt[j] = !mask as u8;
-        }
-        found.changed |= changed;
-        found.differs |= differs;
     }
 }

@@ -7,7 +7,7 @@ mod common;
 use common::Random;
 use cuda_graphs::{Compiler, Device, DeviceBuffer, Event, Stream};
 use half::bf16;
-use lora_merge::cuda::{MergeKernels, MergePlan, MergeTarget, kernel_specs};
+use lora_merge::cuda::{MergeKernels, MergePlan, MergeTarget, MergeWorkspace, kernel_specs};
 use lora_merge::{Error, LowRankTerm, ModuleUpdate, merge_into};
 
 #[test]
@@ -15,10 +15,11 @@ fn kernels_compile_for_every_architecture() {
     cuda_graphs::assert_kernels_compile(&kernel_specs());
 }
 
-fn open() -> (Stream, MergeKernels) {
+fn open() -> (Stream, MergeKernels, MergeWorkspace) {
     let device = Device::open(0).expect("a CUDA device");
     let kernels = MergeKernels::load(&Compiler::new().expect("NVRTC"), &device).expect("the kernels");
-    (Stream::new(&device).expect("a stream"), kernels)
+    let workspace = MergeWorkspace::new(&device).expect("a stream");
+    (Stream::new(&device).expect("a stream"), kernels, workspace)
 }
 
 /// Kinds of terms: f32, bf16 with a power of two, DoRA.
@@ -70,7 +71,7 @@ fn case(
 
 /// Merges all cases in one plan, every output in the middle of poisoned storage, and compares bit for bit.
 fn check(cases: &[Case]) {
-    let (stream, kernels) = open();
+    let (stream, kernels, mut workspace) = open();
     let pristine: Vec<_> = cases
         .iter()
         .map(|c| DeviceBuffer::from_slice(&stream, &c.w0).unwrap())
@@ -87,9 +88,9 @@ fn check(cases: &[Case]) {
         at += (case.w0.len() + 64).next_multiple_of(8);
     }
     let modules: Vec<(&str, &ModuleUpdate)> = cases.iter().map(|c| (c.name.as_str(), &c.update)).collect();
-    let plan = MergePlan::new(&kernels, &stream, &modules, &targets).unwrap();
+    let mut plan = MergePlan::new(&kernels, &mut workspace, &stream, &modules, &targets).unwrap();
     for _ in 0..2 {
-        plan.run(&kernels, &stream, &targets).unwrap();
+        plan.run(&kernels, &mut workspace, &stream, &targets).unwrap();
         let outcomes = plan.outcomes(&stream).unwrap();
         let got = stream.download(&storage).unwrap();
         let mut at = 64;
@@ -134,6 +135,9 @@ fn every_bit_is_that_of_the_cpu() {
         (100, 1000, vec![(3, 1), (17, 1)]),
         (600, 512, vec![(128, 0)]),
         (65, 72, vec![(300, 0)]),
+        (40, 136, vec![(600, 0)]),
+        (48, 264, vec![(33, 1)]),
+        (200, 128, vec![(64, 1)]),
         (96, 128, vec![(40, 2), (9, 0), (20, 2)]),
         (33, 64, vec![]),
         (513, 384, vec![(64, 0), (64, 1)]),
@@ -177,7 +181,7 @@ fn random_shapes_give_the_bits_of_the_cpu() {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn overflow_is_reported_and_the_former_plan_restores_the_former_bits() {
-    let (stream, kernels) = open();
+    let (stream, kernels, mut workspace) = open();
     let mut random = Random(3);
     let good = case(&mut random, 0, 64, 128, &[(8, 0)], 0.02);
     let mut huge = good.update.terms()[0].clone();
@@ -189,17 +193,24 @@ fn overflow_is_reported_and_the_former_plan_restores_the_former_bits() {
         pristine: pristine.as_slice(),
         merged: merged.as_slice(),
     }];
-    let plan = MergePlan::new(&kernels, &stream, &[("m", &good.update)], &targets).unwrap();
-    plan.run(&kernels, &stream, &targets).unwrap();
+    let mut plan = MergePlan::new(
+        &kernels,
+        &mut workspace,
+        &stream,
+        &[("m", &good.update)],
+        &targets,
+    )
+    .unwrap();
+    plan.run(&kernels, &mut workspace, &stream, &targets).unwrap();
     plan.outcomes(&stream).unwrap();
     let before = stream.download(&merged).unwrap();
-    let bad = MergePlan::new(&kernels, &stream, &[("m", &huge)], &targets).unwrap();
-    bad.run(&kernels, &stream, &targets).unwrap();
+    let mut bad = MergePlan::new(&kernels, &mut workspace, &stream, &[("m", &huge)], &targets).unwrap();
+    bad.run(&kernels, &mut workspace, &stream, &targets).unwrap();
     assert!(matches!(
         bad.outcomes(&stream),
         Err(Error::MergedNotFinite { .. })
     ));
-    plan.run(&kernels, &stream, &targets).unwrap();
+    plan.run(&kernels, &mut workspace, &stream, &targets).unwrap();
     assert_eq!(stream.download(&merged).unwrap(), before);
     assert_eq!(stream.download(&pristine).unwrap(), good.w0);
     // Targets that do not fit are refused before anything is written.
@@ -207,7 +218,7 @@ fn overflow_is_reported_and_the_former_plan_restores_the_former_bits() {
         pristine: pristine.as_slice(),
         merged: merged.slice(8..).unwrap(),
     }];
-    assert!(plan.run(&kernels, &stream, &short).is_err());
+    assert!(plan.run(&kernels, &mut workspace, &stream, &short).is_err());
     let dora = LowRankTerm {
         magnitude: Some(vec![1.0; 64].into()),
         left: vec![0.0; 512].into(),
@@ -219,7 +230,7 @@ fn overflow_is_reported_and_the_former_plan_restores_the_former_bits() {
         pristine: zeros.as_slice(),
         merged: merged.as_slice(),
     }];
-    let error = MergePlan::new(&kernels, &stream, &[("m", &dora)], &targets).unwrap_err();
+    let error = MergePlan::new(&kernels, &mut workspace, &stream, &[("m", &dora)], &targets).unwrap_err();
     assert!(matches!(error, Error::ZeroNorm { row: 0, .. }), "{error}");
 }
 
@@ -227,7 +238,7 @@ fn overflow_is_reported_and_the_former_plan_restores_the_former_bits() {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn refresh_time_of_a_4b_model() {
-    let (stream, kernels) = open();
+    let (stream, kernels, mut workspace) = open();
     const LAYERS: usize = 36;
     let shapes = [
         (4096, 2560),
@@ -273,9 +284,7 @@ fn refresh_time_of_a_4b_model() {
         let modules: Vec<(&str, &ModuleUpdate)> = (0..LAYERS * shapes.len())
             .map(|i| ("m", &updates[i % shapes.len()]))
             .collect();
-        let start = std::time::Instant::now();
-        let plan = MergePlan::new(&kernels, &stream, &modules, &targets).unwrap();
-        let planned = start.elapsed();
+        let mut plan = MergePlan::new(&kernels, &mut workspace, &stream, &modules, &targets).unwrap();
         let mut times = Vec::new();
         for _ in 0..6 {
             let (begin, end) = (
@@ -283,7 +292,7 @@ fn refresh_time_of_a_4b_model() {
                 Event::new(stream.device()).unwrap(),
             );
             stream.record(&begin).unwrap();
-            plan.run(&kernels, &stream, &targets).unwrap();
+            plan.run(&kernels, &mut workspace, &stream, &targets).unwrap();
             stream.record(&end).unwrap();
             end.synchronize().unwrap();
             times.push(begin.elapsed_ms(&end).unwrap());
@@ -293,12 +302,38 @@ fn refresh_time_of_a_4b_model() {
         times.remove(0);
         times.sort_by(f32::total_cmp);
         println!(
-            "rank {rank:3} {}: {:.2} ms (best {:.2}), {:.2} % in f64, plan and upload {planned:.0?}",
+            "rank {rank:3} {}: kernels {:.2} ms (best {:.2}), {:.3} % in f64",
             ["f32 ", "bf16"][stored],
             times[times.len() / 2],
             times[0],
             100.0 * recomputed as f64 / elements as f64
         );
+        workspace.recycle(plan);
+        // The whole refresh: packing, upload and merge, some layers at a time, so that they overlap.
+        for layers in [2, 4, 6, 12, LAYERS] {
+            let mut times = Vec::new();
+            for _ in 0..4 {
+                let start = std::time::Instant::now();
+                let (mut plans, n) = (Vec::new(), layers * shapes.len());
+                for (modules, targets) in modules.chunks(n).zip(targets.chunks(n)) {
+                    let mut plan =
+                        MergePlan::new(&kernels, &mut workspace, &stream, modules, targets).unwrap();
+                    plan.run(&kernels, &mut workspace, &stream, targets).unwrap();
+                    plans.push(plan);
+                }
+                let queued = start.elapsed();
+                for plan in &plans {
+                    plan.outcomes(&stream).unwrap();
+                }
+                times.push((start.elapsed(), queued));
+                plans.into_iter().for_each(|plan| workspace.recycle(plan));
+            }
+            let (total, queued) = times[1..].iter().min().unwrap();
+            println!(
+                "    {layers:2} layers at a time: {total:.2?} with packing and upload (queued in {queued:.2?})"
+            );
+            workspace.trim();
+        }
         let mut want = vec![bf16::ZERO; host[0].len()];
         merge_into(&host[0], &updates[0], &mut want).unwrap();
         assert_eq!(

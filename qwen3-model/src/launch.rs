@@ -39,6 +39,7 @@ const EMBED_THREADS: u32 = 128;
 const ROPE_WARPS: usize = 8;
 const SILU_THREADS: usize = 256;
 const RANDOM_THREADS: u32 = 256;
+const BIAS_THREADS: usize = 256;
 /// Head dimensions that the kernels are compiled for.
 pub const HEAD_DIMS: [usize; 2] = [64, 128];
 
@@ -68,12 +69,15 @@ fn rope_spec(head_dim: usize) -> KernelSpec {
 }
 
 /// The kernels that do not depend on the model's shape.
-fn common_specs() -> [KernelSpec; 3] {
+fn common_specs() -> [KernelSpec; 4] {
     [
         spec("embed", include_str!("../kernels/embed.cu")).entry("embed", Limits::registers(40)),
         spec("silu_mul", include_str!("../kernels/silu_mul.cu")).entry("silu_mul", Limits::registers(32)),
         spec("random_matrix", include_str!("../kernels/random_matrix.cu"))
             .entry("random_matrix", Limits::registers(40)),
+        spec("add_bias", include_str!("../kernels/add_bias.cu"))
+            .entry("add_bias_bf16", Limits::registers(32))
+            .entry("add_bias_f32", Limits::registers(32)),
     ]
 }
 
@@ -109,6 +113,8 @@ pub struct Kernels {
     sample_top: Kernel,
     token_states: Kernel,
     random_matrix: Kernel,
+    add_bias_bf16: Kernel,
+    add_bias_f32: Kernel,
     hidden: usize,
     head_dim: usize,
 }
@@ -156,13 +162,15 @@ impl Kernels {
             embed: kernel(0, "embed")?,
             silu_mul: kernel(1, "silu_mul")?,
             random_matrix: kernel(2, "random_matrix")?,
-            sample_partial: kernel(3, "sample_partial")?,
-            sample_weigh: kernel(3, "sample_weigh")?,
-            sample_choose: kernel(4, "sample_choose")?,
-            sample_top: kernel(5, "sample_top")?,
-            token_states: kernel(6, "token_states")?,
-            rms_norm: kernel(7, "rms_norm")?,
-            qkv_rope_write: kernel(8, "qkv_rope_write")?,
+            add_bias_bf16: kernel(3, "add_bias_bf16")?,
+            add_bias_f32: kernel(3, "add_bias_f32")?,
+            sample_partial: kernel(4, "sample_partial")?,
+            sample_weigh: kernel(4, "sample_weigh")?,
+            sample_choose: kernel(5, "sample_choose")?,
+            sample_top: kernel(6, "sample_top")?,
+            token_states: kernel(7, "token_states")?,
+            rms_norm: kernel(8, "rms_norm")?,
+            qkv_rope_write: kernel(9, "qkv_rope_write")?,
             hidden,
             head_dim,
         })
@@ -296,6 +304,24 @@ struct SiluMulParams {
     out: u64,
     rows: u32,
     inner: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct AddBiasParams {
+    out: u64,
+    bias: u64,
+    columns: u32,
+    unused: u32,
+}
+
+/// The product that [`Kernels::add_bias`] adds to.
+#[derive(Debug, Clone, Copy)]
+pub enum Product<'a> {
+    /// `[rows, columns]` in bf16.
+    Bf16(DeviceSlice<'a, bf16>),
+    /// `[rows, columns]` in f32.
+    F32(DeviceSlice<'a, f32>),
 }
 
 #[repr(C)]
@@ -558,6 +584,51 @@ impl Kernels {
             .programmatic(true);
         // SAFETY: as in `embed`.
         Ok(unsafe { self.silu_mul.launch(stream, &config, &params) }?)
+    }
+
+    /// Adds `bias`, f32 `[columns]`, to each of `rows` rows of a product.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for lengths that do not fit each other; [`Error::Cuda`]. Panics: none.
+    pub fn add_bias(
+        &self,
+        stream: &Stream,
+        product: Product<'_>,
+        bias: DeviceSlice<'_, f32>,
+        rows: usize,
+    ) -> Result<()> {
+        let columns = bias.len();
+        stream.keep_memory(bias);
+        let (kernel, out, len) = match product {
+            Product::Bf16(out) => {
+                stream.keep_memory(out);
+                (&self.add_bias_bf16, out.ptr(), out.len())
+            }
+            Product::F32(out) => {
+                stream.keep_memory(out);
+                (&self.add_bias_f32, out.ptr(), out.len())
+            }
+        };
+        same("out", len, rows * columns)?;
+        if rows == 0 {
+            return Ok(());
+        }
+        if columns == 0 || !columns.is_multiple_of(4) {
+            return refuse("columns", format!("is {columns}; a multiple of 4 is needed"));
+        }
+        aligned("out", out, 16)?;
+        aligned("bias", bias.ptr(), 16)?;
+        let params = AddBiasParams {
+            out,
+            bias: bias.ptr(),
+            columns: small("columns", columns)?,
+            unused: 0,
+        };
+        let blocks = small("columns", columns.div_ceil(4 * BIAS_THREADS))?;
+        let config =
+            LaunchConfig::with_dimensions([small("rows", rows)?, blocks, 1], [BIAS_THREADS as u32, 1, 1]);
+        // SAFETY: as in `embed`.
+        Ok(unsafe { kernel.launch(stream, &config, &params) }?)
     }
 
     /// Random elements from `quantiles` (`[65536]`), as [`Weights::random`](crate::Weights::random) draws them.

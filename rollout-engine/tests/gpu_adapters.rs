@@ -46,6 +46,7 @@ fn golden_completions_of_merged_adapters() {
         "dora-r8",
         "pattern",
         "layers13-r4",
+        "lorabias-r4",
         "mult-r32+qv-r8",
     ] {
         let update = engine

@@ -9,24 +9,25 @@
 //! then on. Addresses never change, so captured graphs compute with the new weights at their next replay. A refresh that
 //! fails runs the former plans again, which gives the former bits.
 //!
-//! **What may surprise.** What is not targeted by any adapter is held once. With the pristine copy on the device all
-//! modules are merged by one launch; with the other two the weights of one layer at a time go through a buffer on the
-//! device.
+//! **What may surprise.** What is not targeted by any adapter is held once. Some layers at a time are packed, uploaded and
+//! merged, each while the next ones are packed; where the pristine copy is not on the device, the weights of one layer at
+//! a time go through a buffer there. An adapter on a tied head gives the head storage of its own, and one with biases adds
+//! a small kernel behind the products: both change what a step launches, so the graphs are captured again, once.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
 
 use cuda_graphs::{Compiler, DeviceBuffer, DeviceSlice, PinnedBuffer, Stream};
 use half::bf16;
-use lora_merge::cuda::{MergeKernels, MergePlan, MergeTarget};
+use lora_merge::cuda::{MergeKernels, MergePlan, MergeTarget, MergeWorkspace};
 use lora_merge::{
-    ActiveAdapter, MemoryReport, MergeOutcome, ModuleUpdate, PolicyVersion, RefreshStep, resolve,
+    ActiveAdapter, MemoryReport, MergeOutcome, ModuleSpec, ModuleUpdate, PolicyVersion, RefreshStep, resolve,
 };
 
 use super::CudaBackend;
+use super::biases::{self, Biases};
 use super::weights::{DeviceWeights, projection_rows};
 use crate::adapters::{IN_FOUR_BITS, base_policy};
-use crate::digest::{Parameter, Values, digest};
 use crate::launch::FourBitBuffer;
 use crate::{
     AdapterReport, Error, MergeMode, PristineCopy, Projection, Qwen3Config, Result, Weights, modules,
@@ -34,18 +35,27 @@ use crate::{
 
 /// A module's pristine weight.
 #[derive(Debug)]
-enum Pristine {
+pub(super) enum Pristine {
     Device(DeviceBuffer<bf16>),
     Pinned(PinnedBuffer<bf16>),
     File,
+    /// Of a tied head: the embedding.
+    Embedding,
 }
 
-/// Modules that are merged by one launch.
+/// Elements of the modules that are packed and merged together, about: enough to fill the device for some hundred
+/// microseconds, few enough for the host to be done with the first of them soon.
+const GROUP_ELEMENTS: usize = 400_000_000;
+
+/// Modules that are packed, uploaded and merged together.
 #[derive(Debug)]
 struct Group {
     modules: Vec<usize>,
     plan: MergePlan,
 }
+
+/// What happened to modules.
+type Outcomes = Vec<(usize, MergeOutcome)>;
 
 /// The hook that tests use to make a step fail: `true` fails the step.
 type FaultHook = Box<dyn FnMut(RefreshStep) -> bool + Send>;
@@ -53,17 +63,21 @@ type FaultHook = Box<dyn FnMut(RefreshStep) -> bool + Send>;
 /// What a [`CudaBackend`] knows of its adapters.
 pub(super) struct Adapters {
     compiler: Compiler,
-    kernels: Option<MergeKernels>,
+    kernels: Option<(MergeKernels, MergeWorkspace)>,
     place: PristineCopy,
     /// The weights as given, if they lie in a mapped file.
-    file: Option<Weights>,
+    pub(super) file: Option<Weights>,
     /// Of every module that was ever adapted.
-    pristine: BTreeMap<usize, Pristine>,
+    pub(super) pristine: BTreeMap<usize, Pristine>,
     /// One layer's pristine weights on their way to the kernel.
     transit: Option<DeviceBuffer<bf16>>,
     groups: Vec<Group>,
     /// Whether each adapted module differs from the base.
-    differs: BTreeMap<usize, bool>,
+    pub(super) differs: BTreeMap<usize, bool>,
+    /// The biases in force.
+    pub(super) biases: Biases,
+    /// Whether the head was ever adapted.
+    pub(super) own_head: bool,
     version: PolicyVersion,
     hook: Option<FaultHook>,
 }
@@ -79,7 +93,7 @@ impl std::fmt::Debug for Adapters {
 }
 
 /// A module's rows of the storage that is served.
-fn served<'a>(
+pub(super) fn served<'a>(
     weights: &'a DeviceWeights,
     config: &Qwen3Config,
     module: usize,
@@ -108,6 +122,8 @@ impl Adapters {
             transit: None,
             groups: Vec::new(),
             differs: BTreeMap::new(),
+            biases: Biases::new(),
+            own_head: false,
             version: base_policy(),
             hook: None,
         }
@@ -121,13 +137,20 @@ impl Adapters {
         Ok(())
     }
 
-    /// Takes the pristine copy of a module whose served rows were never written.
-    fn copy(&mut self, stream: &Stream, module: usize, from: DeviceSlice<'_, bf16>) -> Result<()> {
+    /// Takes the pristine copy of a module whose served rows were never written. A tied head's is the embedding.
+    fn copy(
+        &mut self,
+        stream: &Stream,
+        module: usize,
+        from: DeviceSlice<'_, bf16>,
+        tied: bool,
+    ) -> Result<()> {
         if self.pristine.contains_key(&module) {
             return Ok(());
         }
         self.step(RefreshStep::Allocate(module))?;
         let copy = match self.place {
+            _ if tied => Pristine::Embedding,
             PristineCopy::Device => {
                 let copy = DeviceBuffer::zeroed(stream.device(), from.len())?;
                 stream.copy(&copy, from)?;
@@ -156,8 +179,15 @@ impl Adapters {
     }
 
     /// Queues the copy of a module's pristine weight to the device.
-    fn fetch(&self, stream: &Stream, module: usize, to: DeviceSlice<'_, bf16>) -> Result<()> {
+    fn fetch(
+        &self,
+        stream: &Stream,
+        weights: &DeviceWeights,
+        module: usize,
+        to: DeviceSlice<'_, bf16>,
+    ) -> Result<()> {
         match self.pristine.get(&module) {
+            Some(Pristine::Embedding) => stream.copy(to, &weights.embed)?,
             Some(Pristine::Device(copy)) => stream.copy(to, copy)?,
             Some(Pristine::Pinned(copy)) => stream.upload_async(to, copy.as_slice())?,
             Some(Pristine::File) => {
@@ -185,11 +215,12 @@ impl Adapters {
             let merged = served(weights, config, module)?;
             let pristine = match (self.pristine.get(&module), &self.transit) {
                 (Some(Pristine::Device(copy)), _) => copy.as_slice(),
+                (Some(Pristine::Embedding), _) => weights.embed.as_slice(),
                 (_, Some(transit)) => {
                     let place = transit.slice(at..at + merged.len())?;
                     at += merged.len();
                     if fill {
-                        self.fetch(stream, module, place)?;
+                        self.fetch(stream, weights, module, place)?;
                     }
                     place
                 }
@@ -205,51 +236,67 @@ impl Adapters {
         Ok(targets)
     }
 
-    /// Queues the merge of every group, and the base for `restored` modules.
-    fn run(
+    /// Queues what makes the present policy again: the merge of every group, the base for `others`, the biases.
+    fn put_back(
         &mut self,
         stream: &Stream,
         config: &Qwen3Config,
         weights: &DeviceWeights,
-        groups: &[Group],
-        restored: &[usize],
-        may_fail: bool,
+        others: &[usize],
     ) -> Result<()> {
-        let Some(kernels) = self.kernels.clone() else {
+        for &module in others {
+            self.fetch(stream, weights, module, served(weights, config, module)?)?;
+        }
+        let mut groups = std::mem::take(&mut self.groups);
+        let run = groups
+            .iter_mut()
+            .try_for_each(|group| self.merge(stream, config, weights, group));
+        self.groups = groups;
+        run?;
+        biases::write(stream, config, weights, &self.biases)?;
+        Ok(stream.synchronize()?)
+    }
+
+    /// Queues the merge of a group.
+    fn merge(
+        &mut self,
+        stream: &Stream,
+        config: &Qwen3Config,
+        weights: &DeviceWeights,
+        group: &mut Group,
+    ) -> Result<()> {
+        let Some((kernels, mut workspace)) = self.kernels.take() else {
             return Ok(());
         };
-        for &module in restored {
-            if may_fail {
-                self.step(RefreshStep::Commit(module))?;
-            }
-            self.fetch(stream, module, served(weights, config, module)?)?;
-        }
-        for group in groups {
-            if may_fail {
-                self.step(RefreshStep::Commit(group.modules.first().copied().unwrap_or(0)))?;
-            }
-            let targets = self.targets(stream, config, weights, &group.modules, true)?;
-            group.plan.run(&kernels, stream, &targets)?;
-        }
-        Ok(())
+        let run = self
+            .targets(stream, config, weights, &group.modules, true)
+            .and_then(|targets| Ok(group.plan.run(&kernels, &mut workspace, stream, &targets)?));
+        self.kernels = Some((kernels, workspace));
+        run
     }
 }
 
-/// How modules are cut into launches: all at once, or layer by layer through the transit buffer.
-fn cut(place: PristineCopy, members: &[usize]) -> Vec<Vec<usize>> {
-    match place {
-        PristineCopy::Device => vec![members.to_vec()],
-        PristineCopy::Pinned | PristineCopy::File => {
-            let mut layers: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-            for &module in members {
-                layers
-                    .entry(module / Projection::ALL.len())
-                    .or_default()
-                    .push(module);
+/// How modules are cut into groups: by size or, where they go through the transit buffer, layer by layer.
+fn cut(place: PristineCopy, members: &[usize], elements: impl Fn(usize) -> usize) -> Vec<Vec<usize>> {
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    let (mut size, mut layer) = (0, usize::MAX);
+    for &module in members {
+        let next = module / Projection::ALL.len();
+        let begins = match place {
+            PristineCopy::Device => size >= GROUP_ELEMENTS && next != layer,
+            PristineCopy::Pinned | PristineCopy::File => next != layer,
+        };
+        match groups.last_mut() {
+            Some(group) if !begins => group.push(module),
+            _ => {
+                groups.push(vec![module]);
+                size = 0;
             }
-            layers.into_values().collect()
         }
+        size += elements(module);
+        layer = next;
     }
+    groups
 }
 
 impl CudaBackend {
@@ -292,7 +339,7 @@ impl CudaBackend {
     }
 
     /// The fused matrix in 4 bits that a module is part of, and its rows.
-    fn four_bit_module(&self, module: usize) -> Option<(&FourBitBuffer, std::ops::Range<usize>)> {
+    pub(super) fn four_bit_module(&self, module: usize) -> Option<(&FourBitBuffer, std::ops::Range<usize>)> {
         let n = Projection::ALL.len();
         let layer = self.weights.layers.get(module / n)?;
         let projection = Projection::ALL[module % n];
@@ -314,6 +361,7 @@ impl CudaBackend {
                 let matrix = self.adapters.file.as_ref().and_then(|w| w.module(module));
                 matrix.map_or(Vec::new(), |m| m.data().to_vec())
             }
+            Some(Pristine::Embedding) => self.stream.download(&self.weights.embed)?,
             None => self
                 .stream
                 .download(served(&self.weights, &self.config, module)?)?,
@@ -335,65 +383,42 @@ impl CudaBackend {
             .enumerate()
             .filter_map(|(module, update)| Some((module, update.as_ref()?)))
             .collect();
-        for &(module, update) in &updates {
-            let refuse = |field, reason| {
-                let module = specs[module].name.clone();
-                Err(lora_merge::Error::Module {
-                    module,
-                    field,
-                    reason,
-                }
-                .into())
-            };
-            if self.four_bit_module(module).is_some() {
-                return refuse("merge", IN_FOUR_BITS);
+        if let Some((module, _)) = updates.iter().find(|(m, _)| self.four_bit_module(*m).is_some()) {
+            return Err(lora_merge::Error::Module {
+                module: specs[*module].name.clone(),
+                field: "merge",
+                reason: IN_FOUR_BITS,
             }
-            if update.touches_bias() {
-                return refuse("lora_bias", "biases are not added on a GPU so far; use the CPU");
-            }
-            if module + 1 == specs.len() && self.weights.is_tied() {
-                return refuse(
-                    "target_modules",
-                    "the head is tied to the embedding, and has no storage of its own on a GPU; use the CPU",
-                );
-            }
+            .into());
         }
         let members: Vec<usize> = updates.iter().map(|(module, _)| *module).collect();
         let before: Vec<usize> = self.adapters.differs.keys().copied().collect();
         let restored: Vec<usize> = before.iter().filter(|m| !members.contains(m)).copied().collect();
 
-        // Everything that can fail without touching what is served.
+        // Much of what can fail does so without touching what is served.
         let stream = self.stream.clone();
+        let biases = biases::of(&updates, &specs)?;
         if self.adapters.kernels.is_none() && !members.is_empty() {
             let kernels = MergeKernels::load(&self.adapters.compiler, stream.device())?;
-            self.adapters.kernels = Some(kernels);
+            self.adapters.kernels = Some((kernels, MergeWorkspace::new(stream.device())?));
         }
+        self.make_room(&stream, &members, &biases)?;
         for &module in &members {
             let from = served(&self.weights, &self.config, module)?;
-            self.adapters.copy(&stream, module, from)?;
+            let tied = module + 1 == specs.len() && self.weights.is_tied();
+            self.adapters.copy(&stream, module, from, tied)?;
         }
-        let cuts = cut(self.adapters.place, &members);
+        let cuts = cut(self.adapters.place, &members, |module| specs[module].elements());
         self.reserve_transit(&cuts)?;
-        let groups = self.plan(&stream, &cuts, &specs, &updates)?;
 
         // From here on served weights are written.
         let writing = Instant::now();
-        let (config, weights) = (&self.config, &self.weights);
-        let outcomes = self
-            .adapters
-            .run(&stream, config, weights, &groups, &restored, true)
-            .and_then(|()| outcomes(&stream, &groups))
-            .and_then(|outcomes| self.adapters.step(RefreshStep::Publish).map(|()| outcomes));
-        let outcomes = match outcomes {
-            Ok(outcomes) => outcomes,
+        let (groups, outcomes) = match self.write(&stream, &cuts, &specs, &updates, &restored, &biases) {
+            Ok(written) => written,
             Err(error) => {
                 let added: Vec<usize> = members.iter().filter(|m| !before.contains(m)).copied().collect();
-                let former = std::mem::take(&mut self.adapters.groups);
-                let put_back = self
-                    .adapters
-                    .run(&stream, config, weights, &former, &added, false);
-                self.adapters.groups = former;
-                if let Err(lost) = put_back.and_then(|()| Ok(stream.synchronize()?)) {
+                let (config, weights) = (&self.config, &self.weights);
+                if let Err(lost) = self.adapters.put_back(&stream, config, weights, &added) {
                     tracing::error!(%lost, "the former policy could not be put back");
                 }
                 return Err(error);
@@ -401,8 +426,11 @@ impl CudaBackend {
         };
 
         let merge_elapsed = writing.elapsed();
-        let differs: BTreeMap<usize, bool> =
-            outcomes.iter().map(|(m, o)| (*m, o.differs_from_base)).collect();
+        let biased = |m: &usize| biases.get(m).is_some_and(|b| b.iter().any(|v| *v != 0.0));
+        let differs: BTreeMap<usize, bool> = outcomes
+            .iter()
+            .map(|(m, o)| (*m, o.differs_from_base || biased(m)))
+            .collect();
         let sha256 = resolved.digest();
         let was = |module: &usize| self.adapters.differs.get(module).copied().unwrap_or(false);
         let changed = match sha256 == self.adapters.version.sha256 {
@@ -412,8 +440,15 @@ impl CudaBackend {
                 moved.count() + restored.iter().filter(|m| was(m)).count()
             }
         };
-        self.adapters.groups = groups;
+        let former = std::mem::replace(&mut self.adapters.groups, groups);
+        if let Some((_, workspace)) = &mut self.adapters.kernels {
+            // What the refresh before last left has not been needed.
+            workspace.trim();
+            former.into_iter().for_each(|group| workspace.recycle(group.plan));
+        }
         self.adapters.differs = differs;
+        self.adapters.biases = biases;
+        self.adapters.own_head |= members.last().is_some_and(|m| m + 1 == specs.len());
         self.drop_unmerged()?;
         self.adapters.version = PolicyVersion {
             number: self.adapters.version.number + 1,
@@ -454,37 +489,81 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Uploads what the kernel needs, and computes DoRA's norms.
-    fn plan(
+    /// Makes room for what the adapters need besides merged rows. What is new is without effect, but another address or
+    /// another kernel in a step: graphs are captured again.
+    fn make_room(&mut self, stream: &Stream, members: &[usize], biases: &Biases) -> Result<()> {
+        let head = self.config.n_layers * Projection::ALL.len();
+        let mut moved = false;
+        if members.contains(&head) && self.weights.is_tied() {
+            moved |= self.weights.untie(stream)?;
+        }
+        for &module in biases.keys() {
+            moved |= self
+                .weights
+                .reserve_bias(stream, &self.config, biases::place(&self.config, module))?;
+        }
+        if moved && self.graphs.is_some() {
+            self.capture()?;
+        }
+        Ok(())
+    }
+
+    /// Puts the base into `restored` modules, then packs, uploads and queues group after group, and waits for all. Also
+    /// computes DoRA's norms.
+    fn write(
         &mut self,
         stream: &Stream,
         cuts: &[Vec<usize>],
-        specs: &[lora_merge::ModuleSpec],
+        specs: &[ModuleSpec],
         updates: &[(usize, &ModuleUpdate)],
-    ) -> Result<Vec<Group>> {
+        restored: &[usize],
+        biases: &Biases,
+    ) -> Result<(Vec<Group>, Outcomes)> {
+        let (config, weights, adapters) = (&self.config, &self.weights, &mut self.adapters);
         let updates: BTreeMap<usize, &ModuleUpdate> = updates.iter().copied().collect();
+        for &module in restored {
+            adapters.step(RefreshStep::Commit(module))?;
+            adapters.fetch(stream, weights, module, served(weights, config, module)?)?;
+        }
         let mut groups = Vec::with_capacity(cuts.len());
         for members in cuts.iter().filter(|members| !members.is_empty()) {
-            self.adapters.step(RefreshStep::Prepare(members[0]))?;
+            adapters.step(RefreshStep::Prepare(members[0]))?;
             let of_group: Vec<(&str, &ModuleUpdate)> = members
                 .iter()
                 .filter_map(|m| Some((specs[*m].name.as_str(), *updates.get(m)?)))
                 .collect();
-            let needs_weights = |u: &ModuleUpdate| u.terms().iter().any(|t| t.magnitude.is_some());
-            let fill = of_group.iter().any(|(_, u)| needs_weights(u));
-            let targets = self
-                .adapters
-                .targets(stream, &self.config, &self.weights, members, fill)?;
-            let Some(kernels) = &self.adapters.kernels else {
+            let Some((kernels, mut workspace)) = adapters.kernels.take() else {
                 break;
             };
-            let plan = MergePlan::new(kernels, stream, &of_group, &targets)?;
-            groups.push(Group {
+            let needs_weights = |u: &ModuleUpdate| u.terms().iter().any(|t| t.magnitude.is_some());
+            let fill = of_group.iter().any(|(_, u)| needs_weights(u));
+            let plan = adapters
+                .targets(stream, config, weights, members, fill)
+                .and_then(|targets| {
+                    Ok(MergePlan::new(
+                        &kernels,
+                        &mut workspace,
+                        stream,
+                        &of_group,
+                        &targets,
+                    )?)
+                });
+            adapters.kernels = Some((kernels, workspace));
+            let mut group = Group {
                 modules: members.clone(),
-                plan,
-            });
+                plan: plan?,
+            };
+            adapters.step(RefreshStep::Commit(members[0]))?;
+            adapters.merge(stream, config, weights, &mut group)?;
+            groups.push(group);
         }
-        Ok(groups)
+        if let Some(&module) = biases.keys().chain(adapters.biases.keys()).next() {
+            adapters.step(RefreshStep::Commit(module))?;
+            biases::write(stream, config, weights, biases)?;
+        }
+        let outcomes = outcomes(stream, &groups)?;
+        adapters.step(RefreshStep::Publish)?;
+        Ok((groups, outcomes))
     }
 
     /// Bytes of the pristine copies and of what is merged.
@@ -497,48 +576,16 @@ impl CudaBackend {
         for (module, copy) in &self.adapters.pristine {
             let bytes = 2 * served(&self.weights, &self.config, *module)?.len();
             report.merged_bytes += bytes;
-            if !matches!(copy, Pristine::File) {
+            if !matches!(copy, Pristine::File | Pristine::Embedding) {
                 report.pristine_bytes += bytes;
             }
         }
         Ok(report)
     }
-
-    /// Digest over the base's parameters or, with `as_served`, over those that steps are computed with.
-    pub(super) fn sha256(&self, as_served: bool) -> Result<[u8; 32]> {
-        let (stream, weights) = (&self.stream, &self.weights);
-        let norm = |values: &DeviceBuffer<f32>| -> Result<Values<'static>> {
-            Ok(Values::Norm(stream.download(values)?.into()))
-        };
-        let n_projections = weights.layers.len() * Projection::ALL.len();
-        digest(&self.config, |parameter| match parameter {
-            Parameter::Embedding => Ok(Values::Matrix(stream.download(&weights.embed)?.into())),
-            Parameter::FinalNorm => norm(&weights.norm),
-            Parameter::InputNorm(layer) => norm(&weights.layers[layer].input_norm),
-            Parameter::PostAttentionNorm(layer) => norm(&weights.layers[layer].post_attention_norm),
-            Parameter::QueryNorm(layer) => norm(&weights.layers[layer].q_norm),
-            Parameter::KeyNorm(layer) => norm(&weights.layers[layer].k_norm),
-            Parameter::Bias(_) => Ok(Values::Absent),
-            Parameter::Weight(module) if module == n_projections && weights.is_tied() => Ok(Values::Absent),
-            Parameter::Weight(module) => {
-                let values = match self.adapters.pristine.get(&module) {
-                    _ if self.four_bit_module(module).is_some() => self.base_values(module)?,
-                    Some(Pristine::Device(copy)) if !as_served => stream.download(copy)?,
-                    Some(Pristine::Pinned(copy)) if !as_served => copy.to_vec(),
-                    Some(Pristine::File) if !as_served => {
-                        let matrix = self.adapters.file.as_ref().and_then(|w| w.module(module));
-                        matrix.map_or(Vec::new(), |m| m.data().to_vec())
-                    }
-                    _ => stream.download(served(weights, &self.config, module)?)?,
-                };
-                Ok(Values::Matrix(values.into()))
-            }
-        })
-    }
 }
 
 /// Waits for all groups; what happened to each module.
-fn outcomes(stream: &Stream, groups: &[Group]) -> Result<Vec<(usize, MergeOutcome)>> {
+fn outcomes(stream: &Stream, groups: &[Group]) -> Result<Outcomes> {
     let mut all = Vec::new();
     for group in groups {
         all.extend(group.modules.iter().copied().zip(group.plan.outcomes(stream)?));
@@ -547,19 +594,30 @@ fn outcomes(stream: &Stream, groups: &[Group]) -> Result<Vec<(usize, MergeOutcom
     Ok(all)
 }
 
-/// `verify_no_drift` over all parameters on the device.
-impl lora_merge::DriftSubject for CudaBackend {
-    type Error = Error;
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-    fn base_digest(&mut self) -> Result<[u8; 32]> {
-        self.sha256(false)
-    }
-
-    fn served_digest(&mut self) -> Result<[u8; 32]> {
-        self.sha256(true)
-    }
-
-    fn refresh(&mut self, active: &[ActiveAdapter]) -> Result<()> {
-        self.merge_adapters(active, MergeMode::Merged).map(|_| ())
+    #[test]
+    fn groups_hold_whole_layers_in_order() {
+        let members: Vec<usize> = (0..36 * 7).chain([36 * 7]).collect();
+        let elements = |_: usize| 15_000_000;
+        for (place, expected) in [
+            // 27 modules reach the size, in the fourth layer.
+            (PristineCopy::Device, 28),
+            (PristineCopy::Pinned, 7),
+            (PristineCopy::File, 7),
+        ] {
+            let groups = cut(place, &members, elements);
+            assert_eq!(groups.concat(), members);
+            assert!(groups.iter().all(|g| g.len() <= expected), "{place:?}");
+            assert_eq!(groups[0].len(), expected, "{place:?}");
+            assert!(groups.iter().all(|g| g[0] % 7 == 0));
+        }
+        assert!(cut(PristineCopy::Device, &[], elements).is_empty());
+        // Adapters on one projection of each layer are as good.
+        let some: Vec<usize> = (0..36).map(|layer| 7 * layer).collect();
+        assert_eq!(cut(PristineCopy::Device, &some, elements).len(), 2);
+        assert_eq!(cut(PristineCopy::File, &some, elements).len(), 36);
     }
 }

@@ -52,6 +52,7 @@ impl CudaBackend {
         self.layer_kernel.is_some()
             && self.four_bit.is_none()
             && self.unmerged.is_none()
+            && !self.weights.has_biases()
             && matches!(self.rows, Rows::Decode { bucket } if bucket <= MAX_ROWS)
     }
 

@@ -23,8 +23,10 @@
 
 mod adapters;
 mod attention;
+mod biases;
 mod decode_layer;
 mod four_bit;
+mod hashes;
 mod inputs;
 mod operations;
 mod profile;

@@ -10,7 +10,7 @@ use super::inputs::SampledBy;
 use super::profile::Stage;
 use super::weights::fused_shape;
 use super::{CudaBackend, Rows};
-use crate::launch::{QkvRopeWrite, RmsNorm, Sample, SampleRow, TokenSource};
+use crate::launch::{Product, QkvRopeWrite, RmsNorm, Sample, SampleRow, TokenSource};
 use crate::{AdapterReport, Backend, Error, FusedMatrix, MergeMode, Norm, Qwen3Config, Result, StepPlan};
 
 impl CudaBackend {
@@ -51,8 +51,13 @@ impl CudaBackend {
             n: vocab,
             k: hidden,
         };
+        let logits = w.logits.slice(..n * vocab)?;
         self.matmul
-            .multiply(dims, out, self.weights.head(), w.logits.slice(..n * vocab)?, None)?;
+            .multiply(dims, out, self.weights.head(), logits, None)?;
+        if let Some(bias) = self.weights.head_bias() {
+            self.kernels
+                .add_bias(&self.stream, Product::F32(logits), bias.as_slice(), n)?;
+        }
         self.add_unmerged_head(from..to)
     }
 
@@ -241,6 +246,14 @@ impl Backend for CudaBackend {
                 w.delta.slice(..m * n)?,
                 None,
             )?,
+        }
+        if let Some(bias) = self.weights.layers[layer].bias(matrix) {
+            let product = match matrix {
+                FusedMatrix::Qkv => Product::Bf16(w.qkv.slice(..m * n)?),
+                FusedMatrix::GateUp => Product::Bf16(w.gate_up.slice(..m * n)?),
+                FusedMatrix::O | FusedMatrix::Down => Product::F32(w.delta.slice(..m * n)?),
+            };
+            self.kernels.add_bias(&self.stream, product, bias.as_slice(), m)?;
         }
         self.add_unmerged(layer, matrix)
     }

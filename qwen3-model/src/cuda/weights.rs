@@ -27,6 +27,8 @@ pub(crate) struct DeviceLayer {
     /// In the order of [`FusedMatrix::ALL`], row-major `[rows, cols]`; empty where the matrix is in 4 bits.
     matrices: [DeviceBuffer<bf16>; 4],
     four_bit: [Option<FourBitBuffer>; 4],
+    /// Added to the products, in the same order, f32 `[rows]`. The model has none: an adapter brings them.
+    biases: [Option<DeviceBuffer<f32>>; 4],
     pub(crate) input_norm: DeviceBuffer<f32>,
     pub(crate) post_attention_norm: DeviceBuffer<f32>,
     pub(crate) q_norm: DeviceBuffer<f32>,
@@ -42,14 +44,21 @@ impl DeviceLayer {
     pub(crate) fn four_bit(&self, matrix: FusedMatrix) -> Option<&FourBitBuffer> {
         self.four_bit[matrix as usize].as_ref()
     }
+
+    pub(crate) fn bias(&self, matrix: FusedMatrix) -> Option<&DeviceBuffer<f32>> {
+        self.biases[matrix as usize].as_ref()
+    }
 }
 
 /// All weights of a model on the device.
 #[derive(Debug)]
 pub(crate) struct DeviceWeights {
     pub(crate) embed: DeviceBuffer<bf16>,
-    /// `None` when the head is the embedding: the two then share their storage.
+    /// `None` while the head is the embedding: the two then share their storage.
     head: Option<DeviceBuffer<bf16>>,
+    /// Whether the model's head is the embedding; an adapter may have given it storage of its own.
+    tied: bool,
+    head_bias: Option<DeviceBuffer<f32>>,
     pub(crate) norm: DeviceBuffer<f32>,
     pub(crate) layers: Vec<DeviceLayer>,
 }
@@ -103,6 +112,8 @@ impl DeviceWeights {
         Ok(Self {
             embed: DeviceBuffer::from_slice(stream, weights.embed_tokens.data())?,
             head,
+            tied: weights.is_tied(),
+            head_bias: None,
             norm: DeviceBuffer::from_slice(stream, &weights.norm)?,
             layers,
         })
@@ -169,6 +180,8 @@ impl DeviceWeights {
             } else {
                 Some(matrix(HEAD)?)
             },
+            tied: config.tie_word_embeddings,
+            head_bias: None,
             norm: DeviceBuffer::from_slice(stream, &norm(FINAL_NORM, config.hidden_size))?,
             layers,
         };
@@ -212,6 +225,7 @@ impl DeviceWeights {
                 matrix(FusedMatrix::Down)?,
             ],
             four_bit,
+            biases: [const { None }; 4],
             input_norm: norm(input_norm)?,
             post_attention_norm: norm(post_attention_norm)?,
             q_norm: norm(q_norm)?,
@@ -224,9 +238,63 @@ impl DeviceWeights {
         self.head.as_ref().unwrap_or(&self.embed)
     }
 
-    /// Whether the head is the embedding.
+    /// Whether the model's head is the embedding.
     pub(crate) fn is_tied(&self) -> bool {
-        self.head.is_none()
+        self.tied
+    }
+
+    /// Added to the logits, f32 `[vocab]`.
+    pub(crate) fn head_bias(&self) -> Option<&DeviceBuffer<f32>> {
+        self.head_bias.as_ref()
+    }
+
+    /// Gives a tied head storage of its own, with the embedding's values, so that it can be written. Returns whether that
+    /// moved the head.
+    pub(crate) fn untie(&mut self, stream: &Stream) -> Result<bool> {
+        if self.head.is_some() {
+            return Ok(false);
+        }
+        let head = DeviceBuffer::zeroed(stream.device(), self.embed.len())?;
+        stream.copy(&head, &self.embed)?;
+        stream.synchronize()?;
+        self.head = Some(head);
+        Ok(true)
+    }
+
+    /// Makes room for a bias, of zeros, if there is none yet: of a layer's fused matrix, or of the head (`None`). Returns
+    /// whether it is new.
+    pub(crate) fn reserve_bias(
+        &mut self,
+        stream: &Stream,
+        config: &Qwen3Config,
+        at: Option<(usize, FusedMatrix)>,
+    ) -> Result<bool> {
+        let (slot, len) = match at {
+            Some((layer, matrix)) => (
+                &mut self.layers[layer].biases[matrix as usize],
+                fused_shape(config, matrix)[0],
+            ),
+            None => (&mut self.head_bias, config.vocab_size),
+        };
+        if slot.is_some() {
+            return Ok(false);
+        }
+        *slot = Some(DeviceBuffer::zeroed(stream.device(), len)?);
+        Ok(true)
+    }
+
+    /// Whether there is room for any bias: steps then add biases.
+    pub(crate) fn has_biases(&self) -> bool {
+        let any = |layer: &DeviceLayer| layer.biases.iter().any(Option::is_some);
+        self.head_bias.is_some() || self.layers.iter().any(any)
+    }
+
+    /// A bias by its place: see [`Self::reserve_bias`].
+    pub(crate) fn bias(&self, at: Option<(usize, FusedMatrix)>) -> Option<&DeviceBuffer<f32>> {
+        match at {
+            Some((layer, matrix)) => self.layers.get(layer)?.bias(matrix),
+            None => self.head_bias(),
+        }
     }
 
     /// Bytes on the device.
