@@ -150,8 +150,11 @@ for binary in "${binaries[@]}"; do
   else
     threads=1
     for tool in $tools; do
-      # Calls that fail on purpose are tests of their own.
-      run "$tool-$name" "$binary" "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 86
+      # Calls that fail on purpose are tests of their own. racecheck takes shared memory that cuBLASLt's kernels hand over
+      # by asynchronous barriers for a race.
+      exclude=()
+      [ "$tool" = racecheck ] && exclude=(--kernel-name-exclude 'regex=nvjet|cublas|cutlass|xmma')
+      run "$tool-$name" "$binary" "$sanitizer" --tool "$tool" --report-api-errors no "${exclude[@]}" --error-exitcode 86
     done
   fi
 done
