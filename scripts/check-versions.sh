@@ -8,7 +8,8 @@ rustup toolchain list | grep -q "^$rust" || rustup toolchain install "$rust" --p
 target=${CARGO_TARGET_DIR:-$PWD/target}/oldest-versions
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-git ls-files -z --cached --others --exclude-standard -- ':!fixtures' ':!Cargo.lock' | tar cf - --null --ignore-failed-read -T - | tar xf - -C "$copy"
+# As new files (tar's m): cargo would take a crate that was checked before for unchanged.
+git ls-files -z --cached --others --exclude-standard -- ':!fixtures' ':!Cargo.lock' | tar cf - --null --ignore-failed-read -T - | tar xmf - -C "$copy"
 cd "$copy"
 # Stable cargo takes unstable flags with this variable; only the choice of versions uses one.
 RUSTC_BOOTSTRAP=1 cargo update -Z direct-minimal-versions
