@@ -39,8 +39,6 @@ COMMANDS = {
     "cargo add lora-merge": PUBLISHED,
     "cargo add qwen3-model paged-kv": PUBLISHED,
     "cargo add rollout-engine": PUBLISHED,
-    "cargo test -p cuda-graphs": "ci cargo test --release --workspace",
-    "cargo test --release -p lora-merge --test drift -- --nocapture": "ci cargo test --release --workspace",
     "scripts/setup-nvrtc.sh": "ci scripts/setup-nvrtc.sh",
     "ROLLOUT_REQUIRE_NVRTC=1 cargo test -p cuda-graphs --features cuda": "ci ROLLOUT_REQUIRE_NVRTC=1",
     "scripts/gpu-tests.sh": "gpu",
@@ -69,7 +67,6 @@ COMMANDS = {
     "just gpu-tests": "just",
     "cargo bench -p benches --bench lora_merge": "takes minutes; built by clippy and tests",
     "cargo bench -p benches --bench page_table": "ci cargo bench -p benches -- page_table/4096_tokens --quick",
-    "cargo test --release -p paged-kv": "ci cargo test --release --workspace",
     "rollout bench --model random:qwen3-4b --batches 1,8,16,32,64,128,256 --n-rounds 3": "gpu",
 }
 SPAN = re.compile(r"`((?:cargo|rollout|just|bash|scripts/[^\s`]+)(?: [^`]+)?)`")
@@ -140,8 +137,8 @@ def main():
         endless = command.startswith("rollout serve")
         if what == "run" or (what is None and command.startswith("rollout ") and command in blocks and not endless):
             runs.append((place, command))
-        elif what is None and command.startswith("curl "):
-            continue  # To the server.
+        elif what is None and command.startswith(("curl ", "cargo test ")):
+            continue  # To the server; a part of the tests that CI runs, or that need a GPU.
         elif what is None and command.startswith("rollout "):
             missing = None if listed_only else missing_flag(command, environment)
             if missing:
