@@ -14,9 +14,9 @@
 // x goes through shared memory into the order of the fragments, [column / 8 in block][token][block][8 columns]: once for all
 // tiles if it fits (`resident`), else anew for every unit.
 //
-// Weights are fetched two units ahead, across tiles, and the first ones before the wait for the predecessor: they do not depend
+// Weights are fetched one unit ahead, across tiles, and the first ones before the wait for the predecessor: they do not depend
 // on it. Sums of the warps are added in the order of the warps, so that the result is the same in every run and for a row the
-// same whatever m and the grid are.
+// same whatever the other rows and the grid are.
 #include "common.cuh"
 
 #ifndef TILES
@@ -25,7 +25,6 @@
 #define MAX_WARPS (TILES == 2 ? 16 : TILES == 8 ? 8 : 10)
 // Columns / 8 of each block that are in shared memory at once.
 #define DEPTH (TILES == 1 ? 8 : 16 / TILES)
-#define PARTS (8 / DEPTH)
 // 16 bytes more than the row of fragments: writers of neighbouring columns meet other banks.
 #define FRAGMENT_BYTES 528
 #define PAIR_COPIES 16
@@ -77,8 +76,7 @@ __device__ __forceinline__ Held hold(const Nf4MatmulParams& p, u32 row, u32 bloc
     return held;
 }
 
-__device__ __forceinline__ u32 word(const Held& held, int row, int i) {
-    const uint4 four = held.words[row][i >> 2];
+__device__ __forceinline__ u32 word(const uint4& four, int i) {
     switch (i & 3) {
     case 0: return four.x;
     case 1: return four.y;
@@ -166,18 +164,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, TILES == 1 ? 2 : 1)
     // [2][warp][token][16 rows] behind the resident stages, or [1] in their place.
     float* sums = reinterpret_cast<float*>(shared + (p.resident ? units * STAGE_BYTES : 0));
 
-    // What is to be fetched next: weights are two units ahead of their use.
-    u32 fetch_tile = blockIdx.x, fetch_unit = warp;
-    auto fetch_weights = [&]() {
-        const Held held = hold(p, fetch_tile * 16 + g, 4 * fetch_unit + q);
-        fetch_unit += warps;
-        if (fetch_unit >= units) {
-            fetch_unit = warp;
-            fetch_tile += gridDim.x;
-        }
-        return held;
-    };
-    Held ahead[2] = {fetch_weights(), fetch_weights()};
+    Held next = hold(p, blockIdx.x * 16 + g, 4 * warp + q);
     make_pairs(p, reinterpret_cast<float2*>(table));
     __syncthreads();
     const unsigned char* pairs = table + lane % PAIR_COPIES * 8;
@@ -190,38 +177,40 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, TILES == 1 ? 2 : 1)
     u32 tile = blockIdx.x, unit = warp, half = 0;
     float acc[TILES][4] = {};
     while (tile < tiles) {
+        Held held = next;
+        const bool last = unit + warps >= units;
+        next = hold(p, (last ? tile + gridDim.x : tile) * 16 + g, 4 * (last ? warp : unit + warps) + q);
+        const u32 at = (p.resident ? unit : warp) * STAGE_BYTES;
+        // Not unrolled: the instructions of a whole unit would come too slowly.
+#pragma unroll 1
+        for (int four = 0; four < 2; ++four) {
 #pragma unroll
-        for (int turn = 0; turn < 2; ++turn) {
-            if (tile >= tiles) break;
-            const Held held = ahead[turn];
-            ahead[turn] = fetch_weights();
-            const u32 at = (p.resident ? unit : warp) * STAGE_BYTES;
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                if (!p.resident) {
+            for (int i = 0; i < 4; ++i) {
+                // Where the columns are among those in shared memory.
+                const int place = DEPTH == 8 ? four * 4 + i : i % DEPTH;
+                if (!p.resident && i % DEPTH == 0 && (DEPTH < 8 || four == 0)) {
                     __syncwarp();
-                    fetch(p, shared_at + at, unit, part, lane);
+                    fetch(p, shared_at + at, unit, DEPTH == 8 ? 0 : (four * 4 + i) / DEPTH, lane);
                     fetched();
                 }
+                const uint4 a = eight_weights(pairs, word(held.words[0][0], i), held.absmax[0]);
+                const uint4 b = eight_weights(pairs, word(held.words[1][0], i), held.absmax[1]);
 #pragma unroll
-                for (int i = 0; i < DEPTH; ++i) {
-                    const uint4 a = eight_weights(pairs, word(held, 0, part * DEPTH + i), held.absmax[0]);
-                    const uint4 b = eight_weights(pairs, word(held, 1, part * DEPTH + i), held.absmax[1]);
-#pragma unroll
-                    for (int t = 0; t < TILES; ++t) {
-                        const uint4 x =
-                            *reinterpret_cast<const uint4*>(shared + at + (t * DEPTH + i) * FRAGMENT_BYTES + lane * 16);
-                        mma(acc[t], a.x, b.x, a.y, b.y, x.x, x.y);
-                        mma(acc[t], a.z, b.z, a.w, b.w, x.z, x.w);
-                    }
+                for (int t = 0; t < TILES; ++t) {
+                    const uint4 x =
+                        *reinterpret_cast<const uint4*>(shared + at + (t * DEPTH + place) * FRAGMENT_BYTES + lane * 16);
+                    mma(acc[t], a.x, b.x, a.y, b.y, x.x, x.y);
+                    mma(acc[t], a.z, b.z, a.w, b.w, x.z, x.w);
                 }
             }
-            unit += warps;
-            if (unit < units) continue;
-            finish(p, sums + half * warps * 8 * TILES * 16, acc, tile, warp, lane);
-            unit = warp;
-            tile += gridDim.x;
-            half ^= p.resident;
+            held.words[0][0] = held.words[0][1];
+            held.words[1][0] = held.words[1][1];
         }
+        unit += warps;
+        if (!last) continue;
+        finish(p, sums + half * warps * 8 * TILES * 16, acc, tile, warp, lane);
+        unit = warp;
+        tile += gridDim.x;
+        half ^= p.resident;
     }
 }

@@ -343,7 +343,9 @@ fn several_policies_in_one_batch_are_each_what_it_is_alone() {
         }
         // The tokens sampled last are those of before: start as a new backend does.
         let rows: Vec<DecodeRow> = (1..9).map(|slot| DecodeRow::greedy(slot, 6)).collect();
-        backend_again.verify_decode(&rows).unwrap();
+        if capture {
+            backend_again.verify_decode(&rows).unwrap();
+        }
         for (slot, policy) in [(1, Some(4)), (99, Some(0)), (99, None)] {
             assert!(backend_again.set_slot_policy(slot, policy).is_err());
         }

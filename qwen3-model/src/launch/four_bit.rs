@@ -259,7 +259,7 @@ impl FourBitKernels {
     }
 
     /// `y = x · Wᵀ` for `m` up to [`FOUR_BIT_ROWS`] rows: `x` is `[m, cols]`, `y` `[m, rows]`. The sums are in f32, in an
-    /// order that depends on the shape of W alone.
+    /// order that depends on the shape of W and on whether there are up to 8, 16, 32 or 64 rows.
     ///
     /// # Errors
     /// [`Error::Option`](crate::Error::Option) for lengths that do not fit each other or too many rows;
