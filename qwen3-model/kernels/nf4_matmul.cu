@@ -22,7 +22,7 @@
 #ifndef TILES
 #define TILES 1 // tiles of eight tokens
 #endif
-#define MAX_WARPS (TILES == 2 ? 16 : TILES == 8 ? 8 : 10)
+#define MAX_WARPS (TILES <= 2 ? 16 : TILES == 8 ? 8 : 10)
 // Columns / 8 of each block that are in shared memory at once.
 #define DEPTH (TILES == 1 ? 8 : 16 / TILES)
 // 16 bytes more than the row of fragments: writers of neighbouring columns meet other banks.
@@ -106,11 +106,12 @@ __device__ __forceinline__ uint4 eight_weights(const unsigned char* pairs, u32 w
 }
 
 // Brings columns of x into the order of the fragments: `DEPTH` times 8 of each block of a unit, from `part` times that on.
+// All blocks read the same x: each begins elsewhere, so that they do not all ask for the same line at once.
 __device__ __forceinline__ void fetch(const Nf4MatmulParams& p, u32 to, u32 unit, int part, u32 lane) {
     const u32 blocks = p.k / 64;
 #pragma unroll 4
     for (int i = 0; i < TILES * DEPTH; ++i) {
-        const u32 piece = i * 32 + lane;
+        const u32 piece = (i + blockIdx.x) % (TILES * DEPTH) * 32 + lane;
         const u32 token = piece / (4 * DEPTH), of = piece / DEPTH % 4, at = piece % DEPTH;
         const u32 block = 4 * unit + of;
         if (token < p.m) {
@@ -153,7 +154,7 @@ __device__ __forceinline__ void finish(const Nf4MatmulParams& p, float* sums, fl
     if (!p.resident) __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, TILES == 1 ? 2 : 1) nf4_matmul(const __grid_constant__ Nf4MatmulParams p) {
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 1) nf4_matmul(const __grid_constant__ Nf4MatmulParams p) {
     extern __shared__ __align__(16) unsigned char table[];
     unsigned char* shared = table + PAIRS_BYTES;
     pdl_release();

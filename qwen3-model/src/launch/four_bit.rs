@@ -288,7 +288,8 @@ impl FourBitKernels {
                 format!("{m} rows at once, at most {FOUR_BIT_ROWS} are possible"),
             );
         };
-        let plan = Plan::new(*tiles, w.cols, self.shared_bytes);
+        let tiles_per_multiprocessor = w.rows / ROWS_PER_BLOCK / self.multiprocessors.max(1);
+        let plan = Plan::new(*tiles, w.cols, self.shared_bytes, tiles_per_multiprocessor);
         let blocks = match plan.resident {
             true => (w.rows / ROWS_PER_BLOCK).min(self.multiprocessors * plan.blocks),
             false => w.rows / ROWS_PER_BLOCK,
@@ -404,8 +405,9 @@ struct Plan {
 }
 
 impl Plan {
-    /// For tiles of eight rows of `cols` columns on a device with `available` bytes of shared memory per block.
-    fn new(tiles: usize, cols: usize, available: usize) -> Self {
+    /// For `tiles` times eight rows of `cols` columns on a device with `available` bytes of shared memory per block, and
+    /// `work` tiles of weights for each multiprocessor.
+    fn new(tiles: usize, cols: usize, available: usize, work: usize) -> Self {
         let units = cols.div_ceil(UNIT).max(1);
         let depth = if tiles == 1 { 8 } else { 16 / tiles };
         let stage = tiles * depth * FRAGMENT_BYTES;
@@ -413,9 +415,8 @@ impl Plan {
         let sums = tiles * 8 * 16 * 4;
         let resident = |warps: usize| PAIRS_BYTES + units * stage + 2 * warps * sums;
         let few = warps_for(units, if tiles == 8 { 8 } else { FEW_WARPS });
-        let most = if tiles == 1 { FEW_WARPS } else { MAX_WARPS };
-        // Two blocks hide each other's waits; what the system takes of each is a kibibyte.
-        if tiles == 1 && 2 * (resident(few) + 1024) <= available {
+        // Two blocks hide each other's waits, but both fetch the input; what the system takes of each is a kibibyte.
+        if tiles == 1 && work >= 6 && 2 * (resident(few) + 1024) <= available {
             let (warps, shared) = (few, resident(few));
             return Self {
                 warps,
@@ -424,7 +425,7 @@ impl Plan {
                 shared,
             };
         }
-        let many = warps_for(units, most);
+        let many = warps_for(units, MAX_WARPS);
         if tiles <= 2 && resident(many) <= available {
             let (warps, shared) = (many, resident(many));
             return Self {
@@ -470,15 +471,16 @@ mod tests {
         for available in [99 << 10, 163 << 10, 227 << 10] {
             for cols in [64, 256, 1024, 2560, 4096, 9728, 12_288, 25_600] {
                 for tiles in TILES {
-                    let plan = Plan::new(tiles, cols, available);
+                    let plan = Plan::new(tiles, cols, available, cols % 13);
                     assert!(plan.blocks * plan.shared <= available, "{plan:?}");
-                    assert!(plan.warps >= 1 && plan.warps <= [0, 10, 16, 0, 10, 0, 0, 0, 8][tiles]);
+                    assert!(plan.warps >= 1 && plan.warps <= [0, 16, 16, 0, 10, 0, 0, 0, 8][tiles]);
                     assert!(plan.warps <= cols.div_ceil(UNIT));
                 }
             }
         }
-        let h200 = |tiles, cols| Plan::new(tiles, cols, 227 << 10);
+        let h200 = |tiles, cols| Plan::new(tiles, cols, 227 << 10, 9);
         assert_eq!((h200(1, 2560).blocks, h200(1, 9728).blocks), (2, 1));
+        assert_eq!(Plan::new(1, 2560, 227 << 10, 2).blocks, 1);
         assert!(h200(1, 9728).resident && h200(2, 4096).resident && !h200(2, 9728).resident);
     }
 }
