@@ -45,11 +45,6 @@ struct Nf4MatmulParams {
     float map[16];
 };
 
-__device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid) {
-    const int bytes = valid ? 16 : 0; // the rest is filled with zeros
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -106,8 +101,9 @@ __device__ __forceinline__ uint4 eight_weights(const unsigned char* pairs, u32 w
 }
 
 // Brings columns of x into the order of the fragments: `DEPTH` times 8 of each block of a unit, from `part` times that on.
-// All blocks read the same x: each begins elsewhere, so that they do not all ask for the same line at once.
-__device__ __forceinline__ void fetch(const Nf4MatmulParams& p, u32 to, u32 unit, int part, u32 lane) {
+// All blocks read the same x: each begins elsewhere, so that they do not all ask for the same line at once. Through registers:
+// asynchronous copies took twice as long.
+__device__ __forceinline__ void fetch(const Nf4MatmulParams& p, unsigned char* to, u32 unit, int part, u32 lane) {
     const u32 blocks = p.k / 64;
 #pragma unroll 4
     for (int i = 0; i < TILES * DEPTH; ++i) {
@@ -115,16 +111,12 @@ __device__ __forceinline__ void fetch(const Nf4MatmulParams& p, u32 to, u32 unit
         const u32 token = piece / (4 * DEPTH), of = piece / DEPTH % 4, at = piece % DEPTH;
         const u32 block = 4 * unit + of;
         if (token < p.m) {
-            const bool valid = block < blocks;
-            const u16* from = p.x + (u64)token * p.k + (valid ? block * 64 + (part * DEPTH + at) * 8 : 0);
-            copy_async(to + (token / 8 * DEPTH + at) * FRAGMENT_BYTES + token % 8 * 64 + of * 16, from, valid);
+            uint4 x = make_uint4(0, 0, 0, 0);
+            if (block < blocks)
+                x = *reinterpret_cast<const uint4*>(p.x + (u64)token * p.k + block * 64 + (part * DEPTH + at) * 8);
+            *reinterpret_cast<uint4*>(to + (token / 8 * DEPTH + at) * FRAGMENT_BYTES + token % 8 * 64 + of * 16) = x;
         }
     }
-}
-
-__device__ __forceinline__ void fetched() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncwarp();
 }
 
 // Adds the sums of the block's warps, writes a tile, and begins anew. With a stage per warp, `sums` takes the stages' place;
@@ -161,7 +153,6 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 1) nf4_matmul(const
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const u32 g = lane / 4, q = lane % 4;
     const u32 units = (p.k / 64 + 3) / 4, tiles = p.n / 16;
-    const u32 shared_at = (u32)__cvta_generic_to_shared(shared);
     // [2][warp][token][16 rows] behind the resident stages, or [1] in their place.
     float* sums = reinterpret_cast<float*>(shared + (p.resident ? units * STAGE_BYTES : 0));
 
@@ -172,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 1) nf4_matmul(const
     pdl_wait();
     if (p.resident) {
         // A warp reads only what it has fetched itself.
-        for (u32 unit = warp; unit < units; unit += warps) fetch(p, shared_at + unit * STAGE_BYTES, unit, 0, lane);
-        fetched();
+        for (u32 unit = warp; unit < units; unit += warps) fetch(p, shared + unit * STAGE_BYTES, unit, 0, lane);
+        __syncwarp();
     }
     u32 tile = blockIdx.x, unit = warp, half = 0;
     float acc[TILES][4] = {};
@@ -191,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 1) nf4_matmul(const
                 const int place = DEPTH == 8 ? four * 4 + i : i % DEPTH;
                 if (!p.resident && i % DEPTH == 0 && (DEPTH < 8 || four == 0)) {
                     __syncwarp();
-                    fetch(p, shared_at + at, unit, DEPTH == 8 ? 0 : (four * 4 + i) / DEPTH, lane);
-                    fetched();
+                    fetch(p, shared + at, unit, DEPTH == 8 ? 0 : (four * 4 + i) / DEPTH, lane);
+                    __syncwarp();
                 }
                 const uint4 a = eight_weights(pairs, word(held.words[0][0], i), held.absmax[0]);
                 const uint4 b = eight_weights(pairs, word(held.words[1][0], i), held.absmax[1]);
