@@ -315,7 +315,12 @@ fn several_policies_in_one_batch_are_each_what_it_is_alone() {
             backend.serve_policies(&[policy]).unwrap();
             alone.push(decode(&mut backend, 6));
         }
+        // Through the same products: without any policy small steps have a kernel of their own.
         let mut backend = fresh();
+        backend.serve_policies(&all).unwrap();
+        for slot in 1..9 {
+            backend.set_slot_policy(slot, None).unwrap();
+        }
         let base = decode(&mut backend, 6);
         let mut backend = fresh();
         backend.serve_policies(&all).unwrap();
