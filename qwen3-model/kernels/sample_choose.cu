@@ -55,14 +55,9 @@ struct Shared {
     u32 ids[LIST];
 };
 
-// Calls `f(key, id)` for every candidate of the source.
-template <class F>
-__device__ __forceinline__ void each(const SampleParams& p, const Shared& shared, F f) {
-    const u32 listed = shared.source.listed;
-    if (listed) {
-        for (u32 i = threadIdx.x; i < listed; i += CHOOSE_THREADS) f(shared.keys[i], shared.ids[i]);
-        return;
-    }
+// Calls `f(key, id)` for every candidate of the chunks, and `done(chunk)` where a warp has had its part of one.
+template <class F, class D>
+__device__ __forceinline__ void each_of_chunks(const SampleParams& p, const Shared& shared, F f, D done) {
     const float* in = p.logits + (u64)blockIdx.x * p.vocab;
     const float* chunk_best = p.adjusted_max + (u64)blockIdx.x * p.n_chunks;
     const float best = shared.best.value, scale = shared.row.scale, limit = shared.source.limit;
@@ -87,6 +82,18 @@ __device__ __forceinline__ void each(const SampleParams& p, const Shared& shared
                 }
             }
         }
+        done(chunk);
+    }
+}
+
+// Calls `f(key, id)` for every candidate of the source.
+template <class F>
+__device__ __forceinline__ void each(const SampleParams& p, const Shared& shared, F f) {
+    const u32 listed = shared.source.listed;
+    if (listed) {
+        for (u32 i = threadIdx.x; i < listed; i += CHOOSE_THREADS) f(shared.keys[i], shared.ids[i]);
+    } else {
+        each_of_chunks(p, shared, f, [](u32) {});
     }
 }
 
@@ -288,9 +295,39 @@ __device__ __forceinline__ Drawn draw(const SampleParams& p, Shared& shared, u64
     }
     drawn.total = total;
     const u64 target = __umul64hi(random, total) + 1;
-    int bits = 1;
-    while (p.vocab > 1u << bits) ++bits;
-    drawn.token = locate(p, shared, 0, bits, 0, target, [=](u32 key, u32 id) {
+    u32 low = 0;
+    u64 before = 0;
+    int bits = 12;
+    if (!shared.source.listed && p.n_chunks <= ROUND_BINS) {
+        // The chunk first: neighbours would wait for each other at the bins of a range of ids.
+        if (thread < ROUND_BINS) shared.bins[thread] = 0;
+        __syncthreads();
+        u64 mine = 0;
+        each_of_chunks(
+            p, shared,
+            [&](u32 key, u32) {
+                if (key <= threshold) mine += weight_of(__uint_as_float(key));
+            },
+            [&](u32 chunk) {
+                const u64 sum = warp_sum_u64(mine);
+                if ((threadIdx.x & 31) == 0) atomicAdd(&shared.bins[chunk], sum);
+                mine = 0;
+            });
+        __syncthreads();
+        find_range(shared, thread < ROUND_BINS ? shared.bins[thread] : 0, 0, target);
+        const u32 chunk = shared.bin;
+        before = shared.before;
+        low = chunk * SAMPLE_CHUNK;
+        __syncthreads();
+        if (thread == 0) {
+            shared.source.first_chunk = chunk;
+            shared.source.end_chunk = chunk + 1;
+        }
+        __syncthreads();
+    } else {
+        while (p.vocab > 1u << bits) ++bits;
+    }
+    drawn.token = locate(p, shared, low, bits, before, target, [=](u32 key, u32 id) {
                       return Measure{id, key <= threshold ? weight_of(__uint_as_float(key)) : 0};
                   }).key;
     return drawn;
