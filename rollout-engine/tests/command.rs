@@ -452,7 +452,7 @@ fn prompts_that_can_never_be_completed_are_refused_and_the_others_go_on() {
             "{what}: {}",
             errors[0]
         );
-        assert!(errors[1].contains("1 of 2 prompts"), "{what}: {}", errors[1]);
+        assert!(errors[1].contains("1 of 2 completions"), "{what}: {}", errors[1]);
         let lines = lines(&outcome.stdout);
         assert_eq!(lines.len(), 1, "{what}");
         assert_eq!(lines[0]["id"], "good");
