@@ -153,9 +153,9 @@ impl Gained {
         for (([name_a, name_b], (matrix, shape)), (_, place)) in names.iter().zip(&shapes).zip(&self.modules)
         {
             // `W = 1·W` where the output has the rank's size, `W = W·1` for the head, whose input has.
-            let (a, b): ((&[usize], &[bf16]), (&[usize], &[bf16])) = match place {
-                Some(_) => ((shape, matrix.data()), (&square, &self.identity)),
-                None => ((&square, &self.identity), (shape, matrix.data())),
+            let (a, b) = match place {
+                Some(_) => ((shape, matrix.data()), (&square, self.identity.as_slice())),
+                None => ((&square, self.identity.as_slice()), (shape, matrix.data())),
             };
             for (name, (shape, values)) in [(name_a, a), (name_b, b)] {
                 tensors.push(TensorSlice {
