@@ -8,11 +8,11 @@ use gpu_support::{Gpu, bf16s, repository, rng};
 use half::bf16;
 use lora_merge::{ActiveAdapter, Adapter};
 use paged_kv::PageTable;
-use qwen3_model::cuda::{CudaBackend, CudaOptions, WeightSource};
+use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, WeightSource};
 use qwen3_model::launch::{FourBitBuffer, FourBitKernels, ProductOutput};
 use qwen3_model::{
     Backend, CpuBackend, LoadOptions, MergeMode, Model, Projection, QuantType, QuantizedMatrix, Qwen3Config,
-    SequenceChunk, StepBatch, Weights,
+    SequenceChunk, StepBatch, Weights, random_adapter,
 };
 use rand::Rng;
 
@@ -247,5 +247,67 @@ fn random_weights_are_quantised_as_on_the_cpu() {
         let weights = Weights::random(&config, 5).quantized(quant_type, false).unwrap();
         let mut cpu = CpuBackend::new(config.clone(), weights, &LoadOptions::default()).unwrap();
         assert_eq!(backend.base_sha256().unwrap(), cpu.base_sha256().unwrap());
+    }
+}
+
+/// Milliseconds of a decode step, the fastest of a few, with contexts of a few hundred tokens.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn decode_steps_at_the_shape_of_qwen3_4b() {
+    let gpu = Gpu::open();
+    let config = Qwen3Config::published_shape("qwen3-4b").unwrap();
+    let options = CudaOptions {
+        max_tokens: 512,
+        max_batch_size: 64,
+        max_seq_length: 512,
+        n_pages: 64 * 8 + 1,
+        page_size: 64,
+    };
+    let adapter = [ActiveAdapter::new(random_adapter(&config, 32, 1).unwrap())];
+    for (what, source, adapters) in [
+        ("bf16", WeightSource::Random(0), &[][..]),
+        ("nf4", WeightSource::RandomQuantized(0, QuantType::Nf4), &[][..]),
+        (
+            "nf4, adapter of rank 32 at run time",
+            WeightSource::RandomQuantized(0, QuantType::Nf4),
+            &adapter[..],
+        ),
+    ] {
+        let mut backend =
+            CudaBackend::new(&gpu.device, &gpu.compiler, config.clone(), source, options).unwrap();
+        backend.set_adapters(adapters, MergeMode::Unmerged).unwrap();
+        backend.capture().unwrap();
+        let mut table = PageTable::new(options.page_table()).unwrap();
+        let slots: Vec<usize> = (0..64)
+            .map(|_| {
+                let slot = table.allocate_slot().unwrap();
+                let _ = table.reserve(slot, 512).unwrap();
+                table.advance(slot, 512).unwrap();
+                slot.index()
+            })
+            .collect();
+        backend.sync_pages(&mut table).unwrap();
+        print!("{what}, {:.2} GB:", backend.weight_bytes() as f64 / 1e9);
+        for batch in [1, 8, 16, 32, 64] {
+            let mut best = f64::INFINITY;
+            let mut position = 400;
+            for _ in 0..4 {
+                let begin = std::time::Instant::now();
+                for _ in 0..10 {
+                    let rows: Vec<DecodeRow> = slots[..batch]
+                        .iter()
+                        .map(|&slot| DecodeRow::greedy(slot, position))
+                        .collect();
+                    backend.decode(&rows).unwrap();
+                    position += 1;
+                }
+                backend.stream().synchronize().unwrap();
+                best = best.min(begin.elapsed().as_secs_f64() * 100.0);
+            }
+            backend.reset().unwrap();
+            print!("  {batch} rows {best:.3} ms");
+            assert!(best.is_finite() && best > 0.0);
+        }
+        println!();
     }
 }
