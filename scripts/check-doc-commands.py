@@ -60,6 +60,8 @@ COMMANDS = {
     "scripts/newcomer.sh": "builds everything in a fresh clone, before a release",
     "scripts/check-packages.sh --verify": "builds every crate anew; CI does the same without the builds",
     "scripts/check-doc-commands.py": "ci scripts/check-doc-commands.py",
+    "scripts/trl-smoke.sh": "installs TRL and torch, and trains for minutes",
+    "python examples/trl/grpo.py --adapters /tmp/policies": "needs TRL; scripts/trl-smoke.sh runs it",
     "just fmt lint doc": "just",
     "just deny": "just",
     "just kernels": "just",

@@ -8,7 +8,7 @@ for crate in paged-kv block-mask cuda-graphs lora-merge qwen3-model; do
     cargo check --quiet -p "$crate" --no-default-features ${features:+--features "$features"}
   done
 done
-for features in "" cli cuda cli,cuda; do
+for features in "" cli cuda serve cli,cuda cli,serve cli,cuda,serve; do
   echo "rollout-engine [${features:-no features}]"
   cargo check --quiet -p rollout-engine --no-default-features ${features:+--features "$features"}
 done

@@ -1,6 +1,6 @@
 //! Building an engine from a model folder.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use paged_kv::KvDtype;
@@ -220,10 +220,7 @@ impl EngineBuilder {
     /// # Errors
     /// As for `build`.
     pub fn build_with_notice(self) -> Result<BuiltEngine, Error> {
-        let dir = match self.model_dir {
-            Some(dir) => dir,
-            None => bundled::model_dir()?,
-        };
+        let dir = self.model_dir()?;
         let _span = tracing::info_span!("load", what = %dir.display()).entered();
         let config = Qwen3Config::from_dir(&dir)?;
         let generation = GenerationConfig::from_dir(&dir)?.unwrap_or_default();
@@ -232,6 +229,16 @@ impl EngineBuilder {
             false => generation.eos_token_ids,
         };
         let text = TextPipeline::from_dir(&dir)?.map(Arc::new);
+        self.open(&dir, &config, eos_token_ids, text)
+    }
+
+    fn open(
+        self,
+        dir: &Path,
+        config: &Qwen3Config,
+        eos_token_ids: Vec<u32>,
+        text: Option<Arc<TextPipeline>>,
+    ) -> Result<BuiltEngine, Error> {
         // Adapters before weights: a mistake in them shows before a large model is loaded.
         let sources = self.adapters.into_iter();
         let mut adapters = AdapterSet::read(
@@ -242,7 +249,7 @@ impl EngineBuilder {
             runner,
             notice,
             quantized,
-        } = device::open(self.device, &dir, &config, &self.settings)?;
+        } = device::open(self.device, dir, config, &self.settings)?;
         if quantized && self.merge_mode.is_none() {
             adapters.set_mode(MergeMode::Unmerged);
         }
@@ -255,5 +262,37 @@ impl EngineBuilder {
             notice,
             policy,
         })
+    }
+
+    /// The folder of the model, that of the bundled one if none was given.
+    pub(crate) fn model_dir(&self) -> Result<PathBuf, Error> {
+        match &self.model_dir {
+            Some(dir) => Ok(dir.clone()),
+            None => bundled::model_dir(),
+        }
+    }
+
+    #[cfg(feature = "serve")]
+    pub(crate) fn seed_given(&self) -> u64 {
+        self.seed
+    }
+
+    /// Whether adapters were given.
+    #[cfg(feature = "serve")]
+    pub(crate) fn has_adapters(&self) -> bool {
+        !self.adapters.is_empty()
+    }
+
+    /// As [`EngineBuilder::build`], for other weights of a model whose tokenizer and end-of-sequence ids are known:
+    /// the folder needs none.
+    #[cfg(feature = "serve")]
+    pub(crate) fn reopen(
+        self,
+        eos_token_ids: Vec<u32>,
+        text: Option<Arc<TextPipeline>>,
+    ) -> Result<Engine, Error> {
+        let dir = self.model_dir()?;
+        let config = Qwen3Config::from_dir(&dir)?;
+        Ok(self.open(&dir, &config, eos_token_ids, text)?.engine)
     }
 }

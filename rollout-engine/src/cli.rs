@@ -13,6 +13,8 @@ mod plot;
 mod progress;
 mod quantize;
 mod sampling;
+#[cfg(feature = "serve")]
+mod serve;
 mod telemetry;
 mod trace;
 mod verify_no_drift;
@@ -94,12 +96,19 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 }
 
 fn run_command(cli: &args::Cli) -> Result<(), CliError> {
-    let quiet = matches!(&cli.command, args::Command::Generate(args) if args.quiet);
+    let quiet = match &cli.command {
+        args::Command::Generate(args) => args.quiet,
+        #[cfg(feature = "serve")]
+        args::Command::Serve(args) => args.quiet(),
+        _ => false,
+    };
     let trace = telemetry::start(cli.trace.as_deref(), !quiet && progress::is_shown())?;
     let result = match &cli.command {
         args::Command::Generate(args) => generate::run(args),
         #[cfg(feature = "cuda")]
         args::Command::Bench(args) => bench::run(args),
+        #[cfg(feature = "serve")]
+        args::Command::Serve(args) => serve::run(args),
         args::Command::VerifyNoDrift(args) => verify_no_drift::run(args),
         args::Command::Plot(args) => plot::run(args),
         args::Command::Quantize(args) => quantize::run(args),

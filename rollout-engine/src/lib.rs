@@ -22,6 +22,8 @@ mod request;
 pub mod runner;
 mod sampling;
 pub mod scheduler;
+#[cfg(feature = "serve")]
+pub mod serve;
 mod statistics;
 pub mod text;
 

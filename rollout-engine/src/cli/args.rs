@@ -36,6 +36,9 @@ pub(super) enum Command {
     Bench(super::bench::BenchArgs),
     /// Draw what `rollout bench --stats-path` measured, as an SVG.
     Plot(super::plot::PlotArgs),
+    /// Serve completions over HTTP, to clients of OpenAI's API and to trainers.
+    #[cfg(feature = "serve")]
+    Serve(super::serve::ServeArgs),
     /// Prove that merging adapters leaves the base weights as they are: perturb and merge many times, compare
     /// SHA-256 digests, print a JSON report. Exit code 1 on drift.
     VerifyNoDrift(super::verify_no_drift::VerifyArgs),

@@ -1,0 +1,298 @@
+//! `rollout serve`.
+
+use std::hash::{BuildHasher, Hasher};
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use qwen3_model::{MergeMode, PristineCopy};
+
+use super::args::{device, positive};
+use super::{CliError, report};
+use crate::device::DeviceChoice;
+use crate::engine::Engine;
+use crate::pool::PoolSettings;
+use crate::serve::{LogprobsMode, ServeSettings, Server};
+
+#[derive(Debug, Args)]
+pub(super) struct ServeArgs {
+    /// Model folder in Hugging Face form. Default: the bundled model.
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+
+    /// Name of the base model in requests. Default: the name of its folder.
+    #[arg(long, value_name = "NAME")]
+    served_model_name: Option<String>,
+
+    /// LoRA adapter that requests can name. May be given several times; more can be loaded by request.
+    #[arg(long, value_name = "NAME=DIR", value_parser = named_folder)]
+    adapter: Vec<(String, PathBuf)>,
+
+    /// Address to listen on. Any other than a loopback address is open to the network: use a key.
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    host: IpAddr,
+
+    /// Port to listen on; 0 lets the system choose.
+    #[arg(long, value_name = "N", default_value_t = 8000)]
+    port: u16,
+
+    /// Environment variable that holds the key which clients must send as `Authorization: Bearer KEY`. Default: no key.
+    #[arg(long, value_name = "VAR")]
+    api_key_env: Option<String>,
+
+    /// Folder below which requests may have adapters and weights loaded. May be given several times. Default: the current
+    /// folder.
+    #[arg(long, value_name = "DIR")]
+    allow_root: Vec<PathBuf>,
+
+    /// Most adapters that requests can name at once.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = positive)]
+    max_adapters: usize,
+
+    /// Apply adapters at run time, next to the base weights, instead of merging them: slower, without the rounding of
+    /// merged weights. CPU only so far.
+    #[arg(long)]
+    no_merge_lora: bool,
+
+    /// On a GPU, where pristine copies of the weights that adapters target live: device, pinned or file.
+    #[arg(long, value_name = "PLACE", default_value = "device")]
+    lora_pristine: PristineCopy,
+
+    /// Which log-probability is reported as a token's: processed (of the distribution it was drawn from) or raw (at
+    /// temperature 1 over the whole vocabulary).
+    #[arg(long, value_name = "MODE", default_value = "processed", value_parser = logprobs_mode)]
+    logprobs_mode: LogprobsMode,
+
+    /// Most sequences generated at once, in sequences. Default: 64.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    max_batch_size: Option<usize>,
+
+    /// Pages of the KV cache, in pages, one of them reserved. Default: enough for the largest batch of the longest
+    /// sequences, but at most half of the memory available.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    n_pages: Option<usize>,
+
+    /// Size of a page, in tokens. Default: 64.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    page_size: Option<usize>,
+
+    /// Longest sequence, prompt and completion together, in tokens. Default: what the model's positions allow.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    max_seq_length: Option<usize>,
+
+    /// Keep the pages of computed prefixes, such as a system prompt, for later requests under the same policy. The results
+    /// are the same.
+    #[arg(long)]
+    prefix_cache: bool,
+
+    /// Most completions accepted and not finished, waiting and running together; further requests are answered with 429.
+    #[arg(long, value_name = "N", default_value_t = 8192, value_parser = positive)]
+    max_unfinished: usize,
+
+    /// Most connections open at once; further ones wait.
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = positive)]
+    max_connections: usize,
+
+    /// Most bytes of a request's body.
+    #[arg(long, value_name = "N", default_value_t = 32 << 20, value_parser = positive)]
+    max_body_bytes: usize,
+
+    /// Seconds that requests under way have to finish after SIGTERM or Ctrl-C. A second signal ends at once.
+    #[arg(long, value_name = "N", default_value_t = 60)]
+    drain_timeout: u64,
+
+    /// Where to run: auto (a GPU if there is a usable one, else the CPU), cpu, or cuda:N.
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
+    device: DeviceChoice,
+
+    /// On a GPU, launch decode steps kernel by kernel instead of replaying CUDA graphs. The results are the same.
+    #[arg(long)]
+    no_capture_cudagraph: bool,
+
+    /// Seed from which requests without one get theirs, in the order of their arrival. Default: drawn anew at every start,
+    /// so that replicas differ.
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+
+    /// Print errors only.
+    #[arg(long)]
+    quiet: bool,
+}
+
+impl ServeArgs {
+    pub(super) fn quiet(&self) -> bool {
+        self.quiet
+    }
+}
+
+pub(super) fn run(args: &ServeArgs) -> Result<(), CliError> {
+    let settings = settings(args)?;
+    let server = open(args, settings.clone())?;
+    if let (Some(notice), false) = (server.notice(), args.quiet) {
+        report(notice);
+    }
+    // HTTP is little work, and the cores are the engine's.
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(8)
+        .thread_name("http")
+        .enable_all()
+        .build()
+        .map_err(|error| CliError::Failed(format!("the server's threads cannot be started: {error}")))?;
+    runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind((args.host, args.port)).await;
+        let listener = listener.map_err(|error| {
+            CliError::Failed(format!("cannot listen on {}:{}: {error}", args.host, args.port))
+        })?;
+        if !args.quiet {
+            if !args.host.is_loopback() && settings.api_key.is_none() {
+                report("anyone who reaches this address can use the server: set a key with --api-key-env");
+            }
+            let address = listener
+                .local_addr()
+                .map_or_else(|error| error.to_string(), |a| a.to_string());
+            report(&format!(
+                "serving {} on http://{address}, device {}",
+                settings.model_name,
+                server.device()
+            ));
+        }
+        let signal = shutdown_signal()?;
+        let quiet = args.quiet;
+        server
+            .run(listener, async move {
+                signal.await;
+                if !quiet {
+                    report("finishing the requests under way; a second signal ends at once");
+                }
+            })
+            .await;
+        Ok(())
+    })
+}
+
+fn settings(args: &ServeArgs) -> Result<ServeSettings, CliError> {
+    let model_name = match (&args.served_model_name, &args.model) {
+        (Some(name), _) => name.clone(),
+        (None, None) => "tiny-qwen3-math".into(),
+        (None, Some(dir)) => {
+            let real = dir.canonicalize().unwrap_or_else(|_| dir.clone());
+            real.file_name()
+                .map_or("model".into(), |name| name.to_string_lossy().into_owned())
+        }
+    };
+    let mut settings = ServeSettings {
+        model_name,
+        ..ServeSettings::default()
+    };
+    if let Some(variable) = &args.api_key_env {
+        match std::env::var(variable) {
+            Ok(key) if !key.trim().is_empty() => settings.api_key = Some(key.trim().to_string()),
+            _ => {
+                let message = format!("--api-key-env {variable}: this variable is not set, or empty");
+                return Err(CliError::Usage(message));
+            }
+        }
+    }
+    let here = || std::env::current_dir().map(|dir| vec![dir]).unwrap_or_default();
+    settings.allowed_roots = match args.allow_root.is_empty() {
+        true => here(),
+        false => args.allow_root.clone(),
+    };
+    if let Some(root) = settings.allowed_roots.iter().find(|root| !root.is_dir()) {
+        let message = format!("--allow-root {}: this is not a folder", root.display());
+        return Err(CliError::Usage(message));
+    }
+    settings.max_adapters = args.max_adapters;
+    settings.logprobs_mode = args.logprobs_mode;
+    settings.limits.max_unfinished = args.max_unfinished;
+    settings.limits.max_connections = args.max_connections;
+    settings.limits.max_body_bytes = args.max_body_bytes;
+    settings.limits.drain_timeout = Duration::from_secs(args.drain_timeout);
+    Ok(settings)
+}
+
+fn open(args: &ServeArgs, settings: ServeSettings) -> Result<Server, CliError> {
+    let mut builder = Engine::builder()
+        .device(args.device)
+        .pool(PoolSettings {
+            max_batch_size: args.max_batch_size,
+            max_seq_length: args.max_seq_length,
+            n_pages: args.n_pages,
+            page_size: args.page_size,
+            max_prefill_tokens: None,
+        })
+        .capture_graphs(!args.no_capture_cudagraph)
+        .pristine_copy(args.lora_pristine)
+        .prefix_cache(args.prefix_cache)
+        .seed(args.seed.unwrap_or_else(random_seed));
+    if let Some(dir) = &args.model {
+        builder = builder.model(dir);
+    }
+    if args.no_merge_lora {
+        builder = builder.merge_mode(MergeMode::Unmerged);
+    }
+    let server = Server::from_builder(builder, settings)?;
+    for (name, dir) in &args.adapter {
+        server.load_adapter(name, dir)?;
+    }
+    Ok(server)
+}
+
+/// Resolves at the first SIGTERM or Ctrl-C. From then on the next one ends the process.
+fn shutdown_signal() -> Result<impl Future<Output = ()>, CliError> {
+    let failed = |error| CliError::Failed(format!("signals cannot be taken over: {error}"));
+    #[cfg(unix)]
+    {
+        use tokio::signal::unix::{SignalKind, signal};
+        let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
+        Ok(async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            tokio::spawn(async move {
+                let code = tokio::select! {
+                    _ = terminate.recv() => 143,
+                    _ = interrupt.recv() => 130,
+                };
+                std::process::exit(code);
+            });
+        })
+    }
+    #[cfg(not(unix))]
+    {
+        let mut interrupt = tokio::signal::windows::ctrl_c().map_err(failed)?;
+        Ok(async move {
+            interrupt.recv().await;
+            tokio::spawn(async move {
+                interrupt.recv().await;
+                std::process::exit(130);
+            });
+        })
+    }
+}
+
+/// From the keys that the standard library draws for its hash maps.
+fn random_seed() -> u64 {
+    std::collections::hash_map::RandomState::new()
+        .build_hasher()
+        .finish()
+}
+
+fn named_folder(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, dir)) if !name.is_empty() && !dir.is_empty() => Ok((name.into(), dir.into())),
+        _ => Err("use NAME=DIR, such as policy=out/checkpoint-10".into()),
+    }
+}
+
+fn logprobs_mode(text: &str) -> Result<LogprobsMode, String> {
+    match text {
+        "processed" => Ok(LogprobsMode::Processed),
+        "raw" => Ok(LogprobsMode::Raw),
+        _ => Err("use processed or raw".into()),
+    }
+}

@@ -1,0 +1,285 @@
+//! What a trainer does besides asking for completions: look, load policies, pause.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+
+use axum::extract::{Request, State};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::Response;
+use lora_merge::{ActiveAdapter, Adapter};
+use qwen3_model::{Qwen3Config, Weights};
+use serde_json::{Value, json};
+
+use super::app::App;
+use super::body;
+use super::error::{ApiError, json_response};
+use super::policy::Policy;
+use super::worker::PauseMode;
+use super::{metrics, paths};
+
+type Answer = Result<Response, ApiError>;
+
+fn ok(body: &Value) -> Response {
+    json_response(StatusCode::OK, body)
+}
+
+/// `GET /health`, `/liveness` and `/ping`.
+pub(super) async fn health(State(app): State<Arc<App>>) -> Answer {
+    if app.engine.is_draining() {
+        return Err(ApiError::unavailable("the server is shutting down"));
+    }
+    match app.shared.snapshot().healthy {
+        true => Ok(ok(&json!({ "status": "ok" }))),
+        false => Err(ApiError::unavailable("the engine has ended")),
+    }
+}
+
+/// `GET /v1/models`: the base model first, then adapters by name.
+pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
+    let base = app.policies.base();
+    let entry = |policy: &Policy| {
+        json!({
+            "id": policy.name,
+            "object": "model",
+            "created": app.created,
+            "owned_by": "rollout-engine",
+            "root": policy.path.as_ref().map_or(json!(policy.name), |path| json!(path)),
+            "parent": policy.adapter.as_ref().map(|_| &base.name),
+            "max_model_len": app.model.max_tokens,
+            "policy_version": policy.version,
+        })
+    };
+    let mut data = vec![entry(&base)];
+    data.extend(app.policies.adapters().iter().map(|policy| entry(policy)));
+    ok(&json!({ "object": "list", "data": data }))
+}
+
+/// `GET /server_info`, with the parts of vLLM's configuration that trainers read.
+pub(super) async fn server_info(State(app): State<Arc<App>>) -> Response {
+    let snapshot = app.shared.snapshot();
+    ok(&json!({
+        "vllm_config": {
+            "model_config": {
+                "model": app.policies.base().name,
+                "dtype": format!("torch.{}", app.model.dtype),
+                "max_model_len": app.model.max_tokens,
+                "logprobs_mode": app.settings.logprobs_mode.name(),
+            },
+            "weight_transfer_config": null,
+            // Ranks have no limit of their own here: adapters are merged.
+            "lora_config": {
+                "max_lora_rank": app.model.config.as_ref().map_or(512, |config| config.hidden_size),
+                "max_loras": app.settings.max_adapters,
+            },
+            "parallel_config": { "data_parallel_size": 1, "tensor_parallel_size": 1 },
+        },
+        "rollout_engine": {
+            "version": env!("CARGO_PKG_VERSION"),
+            "device": app.model.device,
+            "policy_in_force": { "name": snapshot.policy_name, "version": snapshot.policy_version },
+            "paused": snapshot.paused,
+        },
+    }))
+}
+
+/// `GET /version`.
+pub(super) async fn version() -> Response {
+    ok(&json!({ "version": env!("CARGO_PKG_VERSION") }))
+}
+
+/// `GET /get_world_size`.
+pub(super) async fn world_size() -> Response {
+    ok(&json!({ "world_size": 1 }))
+}
+
+/// `GET /metrics`.
+pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
+    let mut response = Response::new(metrics::render(&app).into());
+    let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    response.headers_mut().insert(header::CONTENT_TYPE, kind);
+    response
+}
+
+/// `POST /v1/load_lora_adapter`: another adapter under a known name needs `load_inplace`.
+pub(super) async fn load_adapter(State(app): State<Arc<App>>, request: Request) -> Answer {
+    load(&app, request, false).await
+}
+
+/// `POST /load_lora_adapter`, as prime-rl calls it: in place unless told otherwise.
+pub(super) async fn load_adapter_in_place(State(app): State<Arc<App>>, request: Request) -> Answer {
+    load(&app, request, true).await
+}
+
+async fn load(app: &Arc<App>, request: Request, in_place: bool) -> Answer {
+    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let name: String = fields.require("lora_name")?;
+    let path: String = fields.require("lora_path")?;
+    let in_place = fields.take("load_inplace")?.unwrap_or(in_place);
+    let base = app.policies.base();
+    fields.neutral("base_model_name", |value| *value == base.name)?;
+    fields.neutral("is_3d_lora_weight", |value| *value == Value::Bool(false))?;
+    fields.finish()?;
+    let reading = app.clone();
+    let read = move || {
+        let dir = paths::allowed(&reading.settings.allowed_roots, "lora_path", &path)?;
+        let adapter = read_adapter(&dir, reading.model.config.as_ref())?;
+        Ok::<_, ApiError>((dir, adapter))
+    };
+    let (dir, adapter) = blocking(read).await?;
+    let loaded = app.policies.load(&name, adapter, dir, in_place)?;
+    // At once if nothing runs: then an adapter that the device cannot apply is refused here.
+    let in_force = match app.engine.prepare(loaded.policy.clone()).await {
+        Ok(in_force) => in_force,
+        Err(error) => {
+            app.policies.unload(&name);
+            return Err(ApiError::bad_param("lora_path", error.message));
+        }
+    };
+    Ok(ok(&json!({
+        "success": true,
+        "changed": loaded.changed,
+        "in_force": in_force,
+        "policy": { "name": name, "version": loaded.policy.version },
+    })))
+}
+
+/// Reads an adapter and checks that it fits the model.
+pub(super) fn read_adapter(dir: &Path, config: Option<&Qwen3Config>) -> Result<Arc<Adapter>, ApiError> {
+    let problem = |error: lora_merge::Error| ApiError::bad_param("lora_path", error);
+    let adapter = Arc::new(Adapter::load(dir).map_err(problem)?);
+    if let Some(config) = config {
+        let active = [ActiveAdapter::new(adapter.clone())];
+        lora_merge::resolve(&active, &qwen3_model::modules(config)).map_err(problem)?;
+    }
+    Ok(adapter)
+}
+
+/// `POST /v1/unload_lora_adapter`: a name that is not known is nothing to complain about.
+pub(super) async fn unload_adapter(State(app): State<Arc<App>>, request: Request) -> Answer {
+    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let name: String = fields.require("lora_name")?;
+    // vLLM's number for an adapter.
+    fields.neutral("lora_int_id", Value::is_number)?;
+    fields.finish()?;
+    let changed = app.policies.unload(&name);
+    Ok(ok(&json!({ "success": true, "changed": changed })))
+}
+
+/// `POST /pause?mode=keep|wait|abort`.
+pub(super) async fn pause(State(app): State<Arc<App>>, request: Request) -> Answer {
+    let mut mode = PauseMode::Abort;
+    for (name, value) in query(&request) {
+        match (name, value) {
+            ("mode", "keep") => mode = PauseMode::Keep,
+            ("mode", "wait") => mode = PauseMode::Wait,
+            ("mode", "abort") => mode = PauseMode::Abort,
+            ("wait_for_inflight_requests", "true") => mode = PauseMode::Wait,
+            ("wait_for_inflight_requests", "false") => {}
+            // What is cached is keyed by policy, and never used for another one.
+            ("clear_cache", "true" | "false") => {}
+            _ => {
+                return Err(ApiError::bad_param(
+                    name,
+                    format_args!("{value:?} is not supported"),
+                ));
+            }
+        }
+    }
+    app.engine.pause(mode).await?;
+    Ok(ok(&json!({ "status": "paused" })))
+}
+
+/// `POST /resume`.
+pub(super) async fn resume(State(app): State<Arc<App>>) -> Answer {
+    app.engine.resume().await?;
+    Ok(ok(&json!({ "status": "resumed" })))
+}
+
+/// `GET /is_paused`.
+pub(super) async fn is_paused(State(app): State<Arc<App>>) -> Response {
+    ok(&json!({ "is_paused": app.shared.snapshot().paused }))
+}
+
+/// `POST /reset_prefix_cache`.
+pub(super) async fn reset_prefix_cache(State(app): State<Arc<App>>) -> Answer {
+    app.engine.reset_prefix_cache().await?;
+    Ok(ok(&json!({ "success": true })))
+}
+
+/// `POST /update_weights {"weight_dir": …}`: other base weights of the same geometry.
+pub(super) async fn update_weights(State(app): State<Arc<App>>, request: Request) -> Answer {
+    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let path: String = fields.require("weight_dir")?;
+    fields.neutral("reset_prefix_cache", Value::is_boolean)?;
+    fields.finish()?;
+    let Some(config) = app.model.config.clone() else {
+        let message = "this server was not built from a model folder: its weights cannot be replaced";
+        return Err(ApiError::new(StatusCode::NOT_IMPLEMENTED, message));
+    };
+    let roots = app.settings.allowed_roots.clone();
+    let check = move || {
+        let dir = paths::allowed(&roots, "weight_dir", &path)?;
+        check_weights(&dir, &config)?;
+        let fingerprint = fingerprint(&dir).map_err(|error| ApiError::bad_param("weight_dir", error))?;
+        Ok::<_, ApiError>((dir, fingerprint))
+    };
+    let (dir, fingerprint) = blocking(check).await?;
+    let loaded = app.policies.replace_base(dir, fingerprint);
+    let in_force = app.engine.prepare(loaded.policy.clone()).await?;
+    Ok(ok(&json!({
+        "status": "ok",
+        "changed": loaded.changed,
+        "in_force": in_force,
+        "policy": { "name": loaded.policy.name, "version": loaded.policy.version },
+    })))
+}
+
+/// Whether a folder holds all weights of a model of this geometry.
+fn check_weights(dir: &Path, config: &Qwen3Config) -> Result<(), ApiError> {
+    let problem = |error: qwen3_model::Error| ApiError::bad_param("weight_dir", error);
+    let mut new = Qwen3Config::from_dir(dir).map_err(problem)?;
+    new.eos_token_ids.clone_from(&config.eos_token_ids);
+    if new != *config {
+        let message = "config.json describes another model than the one that is served";
+        return Err(ApiError::bad_param("weight_dir", message));
+    }
+    Weights::open(dir, config).map_err(problem)?;
+    Ok(())
+}
+
+/// Names, sizes and times of a folder's files: equal ones mean that nothing was written.
+fn fingerprint(dir: &Path) -> std::io::Result<Vec<u8>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(dir)? {
+        let entry = entry?;
+        let meta = entry.metadata()?;
+        let time = meta.modified()?.duration_since(UNIX_EPOCH).unwrap_or_default();
+        files.push(format!(
+            "{:?} {} {}\n",
+            entry.file_name(),
+            meta.len(),
+            time.as_nanos()
+        ));
+    }
+    files.sort();
+    Ok(files.concat().into_bytes())
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(_) => Err(ApiError::internal("reading the files failed")),
+    }
+}
+
+/// Names and values of a query. None of those that are known needs an escape.
+fn query(request: &Request) -> impl Iterator<Item = (&str, &str)> {
+    let query = request.uri().query().unwrap_or_default();
+    query
+        .split('&')
+        .filter(|pair| !pair.is_empty())
+        .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
+}

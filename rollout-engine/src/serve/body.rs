@@ -1,0 +1,58 @@
+//! Reading a request's body, within limits of size and time.
+
+use axum::body::{Bytes, to_bytes};
+use axum::extract::Request;
+use axum::http::{StatusCode, header};
+use serde_json::{Map, Value};
+
+use super::error::ApiError;
+use super::fields::Fields;
+use super::settings::Limits;
+
+/// The body's JSON object.
+///
+/// # Errors
+/// 413 for a body that is too long, 408 for one that is too slow, 400 for one that is not a JSON object.
+pub(super) async fn fields(request: Request, limits: &Limits) -> Result<Fields, ApiError> {
+    let bytes = read(request, limits).await?;
+    if bytes.is_empty() {
+        return Err(ApiError::bad_request("the body is empty: send a JSON object"));
+    }
+    serde_json::from_slice::<Map<String, Value>>(&bytes)
+        .map(Fields::new)
+        .map_err(|error| ApiError::bad_request(format!("the body is not a JSON object: {error}")))
+}
+
+async fn read(request: Request, limits: &Limits) -> Result<Bytes, ApiError> {
+    let too_long = || {
+        let message = format!("the body is longer than {} bytes", limits.max_body_bytes);
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
+    };
+    let declared = request.headers().get(header::CONTENT_LENGTH);
+    let declared = declared.and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if declared.is_some_and(|bytes| bytes > limits.max_body_bytes as u64) {
+        return Err(too_long());
+    }
+    let body = to_bytes(request.into_body(), limits.max_body_bytes);
+    match tokio::time::timeout(limits.body_timeout, body).await {
+        Ok(Ok(bytes)) => Ok(bytes),
+        Ok(Err(error)) if is_length_limit(&error) => Err(too_long()),
+        Ok(Err(error)) => Err(ApiError::bad_request(format!("the body cannot be read: {error}"))),
+        Err(_) => {
+            let message = "the body did not arrive in time";
+            Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, message))
+        }
+    }
+}
+
+/// Whether the limit given to `to_bytes` was the reason.
+fn is_length_limit(error: &axum::Error) -> bool {
+    let mut source: Option<&dyn std::error::Error> = Some(error);
+    while let Some(error) = source {
+        if error.to_string().contains("length limit") {
+            return true;
+        }
+        source = error.source();
+    }
+    false
+}

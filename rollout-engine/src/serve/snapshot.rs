@@ -1,0 +1,88 @@
+//! What the engine's thread lets others see, written after every step.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use super::policy::Policy;
+use crate::engine::Engine;
+use crate::statistics::Statistics;
+
+/// The engine as it was after its last step.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Snapshot {
+    pub(super) statistics: Statistics,
+    /// Sequences with a slot.
+    pub(super) running: usize,
+    /// Sequences that the engine has, with or without a slot.
+    pub(super) admitted: usize,
+    pub(super) free_pages: usize,
+    pub(super) pages: usize,
+    pub(super) policy_name: String,
+    pub(super) policy_version: u64,
+    pub(super) paused: bool,
+    /// Whether there is an engine.
+    pub(super) healthy: bool,
+}
+
+/// Shared between the engine's thread and everyone else.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    snapshot: Mutex<Snapshot>,
+    /// Counters of engines that were replaced, and of this one.
+    switches: AtomicU64,
+    busy_micros: AtomicU64,
+    ended: AtomicBool,
+}
+
+impl Shared {
+    pub(super) fn publish(&self, engine: Option<&Engine>, policy: &Policy, paused: bool, admitted: usize) {
+        let mut snapshot = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(engine) = engine {
+            let scheduler = engine.scheduler();
+            snapshot.statistics = *engine.statistics();
+            snapshot.running = scheduler.running();
+            snapshot.free_pages = scheduler.pages().free_pages();
+            // Page 0 belongs to nobody.
+            snapshot.pages = scheduler.shape().n_pages - 1;
+        }
+        if snapshot.policy_version != policy.version || snapshot.policy_name.is_empty() {
+            snapshot.policy_name.clone_from(&policy.name);
+            snapshot.policy_version = policy.version;
+        }
+        snapshot.admitted = admitted;
+        snapshot.paused = paused;
+        snapshot.healthy = engine.is_some();
+    }
+
+    /// The engine as it was after its last step.
+    pub(super) fn snapshot(&self) -> Snapshot {
+        let snapshot = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut snapshot = snapshot.clone();
+        snapshot.healthy &= !self.ended.load(Ordering::Acquire);
+        snapshot
+    }
+
+    pub(super) fn count_switch(&self) {
+        self.switches.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn switches(&self) -> u64 {
+        self.switches.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn count_busy(&self, time: Duration) {
+        let micros = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        self.busy_micros.fetch_add(micros, Ordering::Relaxed);
+    }
+
+    /// Time spent in steps.
+    pub(super) fn busy(&self) -> Duration {
+        Duration::from_micros(self.busy_micros.load(Ordering::Relaxed))
+    }
+
+    /// The engine's thread is over.
+    pub(super) fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+    }
+}

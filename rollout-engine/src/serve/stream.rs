@@ -1,0 +1,254 @@
+//! Answers as server-sent events, one per token.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use axum::body::{Body, Bytes};
+use axum::http::{HeaderValue, header};
+use axum::response::Response;
+use hyper::body::Frame;
+use serde::Serialize;
+
+use super::answer::{
+    ChatDelta, ChatLogprobs, ChatPiece, CompletionChoice, CompletionLogprobs, Envelope, PolicyReport,
+    TokenWriter, Usage,
+};
+use super::app::{App, now};
+use super::error::ApiError;
+use super::handle::RunningJob;
+use super::params::Params;
+use super::text::TextStream;
+use super::with_policy_header;
+use super::worker::JobEvent;
+use crate::completion::Completion;
+use crate::runner::SampledToken;
+
+/// A frame is sent on when it has so many bytes, even if more events are there.
+const FRAME_BYTES: usize = 64 << 10;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StreamKind {
+    Completion,
+    Chat,
+}
+
+/// Waits until the job has started (errors before that have a status of their own), then streams it.
+pub(super) async fn response(
+    app: &Arc<App>,
+    mut job: RunningJob,
+    kind: StreamKind,
+    params: Params,
+    prompt_tokens: usize,
+) -> Result<Response, ApiError> {
+    let policy = app.started(&mut job).await?;
+    let choices = (0..job.completions).map(|_| Choice {
+        text: TextStream::new(app.model.text.clone(), stops(&params)),
+        offset: 0,
+        begun: false,
+    });
+    let events = Events {
+        choices: choices.collect(),
+        app: app.clone(),
+        job,
+        kind,
+        id: app.answer_id(match kind {
+            StreamKind::Completion => "cmpl",
+            StreamKind::Chat => "chatcmpl",
+        }),
+        created: now(),
+        policy: policy.clone(),
+        usage: Usage::new(prompt_tokens, 0),
+        params,
+        over: false,
+    };
+    let mut response = Response::new(Body::new(events));
+    let headers = response.headers_mut();
+    headers.insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("text/event-stream"),
+    );
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    Ok(with_policy_header(response, &policy))
+}
+
+/// Stop strings that are cut off, before which pieces of text are held back.
+fn stops(params: &Params) -> Vec<String> {
+    match params.sampling.include_stop_str_in_output {
+        true => Vec::new(),
+        false => params.sampling.stop.clone(),
+    }
+}
+
+#[derive(Debug)]
+struct Choice {
+    text: TextStream,
+    /// Characters of the tokens so far.
+    offset: usize,
+    /// Whether a piece was sent.
+    begun: bool,
+}
+
+/// The body of a streamed answer. Dropping it, as happens when the client goes away, cancels the job.
+#[derive(Debug)]
+struct Events {
+    app: Arc<App>,
+    job: RunningJob,
+    kind: StreamKind,
+    id: String,
+    created: u64,
+    policy: PolicyReport,
+    usage: Usage,
+    params: Params,
+    choices: Vec<Choice>,
+    over: bool,
+}
+
+impl hyper::body::Body for Events {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let mut out = Vec::new();
+        while !self.over && out.len() < FRAME_BYTES {
+            match self.job.poll_next(context) {
+                Poll::Pending if out.is_empty() => return Poll::Pending,
+                Poll::Pending => break,
+                Poll::Ready(event) => self.write(event, &mut out),
+            }
+        }
+        match out.is_empty() {
+            true => Poll::Ready(None),
+            false => Poll::Ready(Some(Ok(Frame::data(Bytes::from(out))))),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.over
+    }
+}
+
+impl Events {
+    fn write(&mut self, event: Option<JobEvent>, out: &mut Vec<u8>) {
+        match event {
+            Some(JobEvent::Started { .. }) => {}
+            Some(JobEvent::Token { index, token }) => self.token(index, &token, out),
+            Some(JobEvent::Finished { index, completion }) => self.finished(index, &completion, out),
+            Some(JobEvent::Failed(error)) => {
+                event_line(&error.body(), out);
+                self.over = true;
+            }
+            None => {
+                if self.params.include_usage {
+                    let usage = Some(Usage::new(self.usage.prompt_tokens, self.usage.completion_tokens));
+                    self.envelope::<CompletionChoice>(Vec::new(), usage, out);
+                }
+                out.extend_from_slice(b"data: [DONE]\n\n");
+                self.over = true;
+            }
+        }
+    }
+
+    fn token(&mut self, index: usize, token: &SampledToken, out: &mut Vec<u8>) {
+        self.usage.completion_tokens += 1;
+        // A decoder that fails now fails for the completion, too, which then says so.
+        let text = self.choices[index].text.push(token.token).unwrap_or_default();
+        let wanted = self.params.logprobs.is_some() || self.params.return_token_ids;
+        if wanted || !text.is_empty() {
+            self.piece(index, text, Some(token), None, out);
+        }
+    }
+
+    fn finished(&mut self, index: usize, completion: &Completion, out: &mut Vec<u8>) {
+        let rest = self.choices[index].text.finish(&completion.text);
+        self.piece(index, rest, None, Some(completion), out);
+    }
+
+    fn piece(
+        &mut self,
+        index: usize,
+        text: String,
+        token: Option<&SampledToken>,
+        end: Option<&Completion>,
+        out: &mut Vec<u8>,
+    ) {
+        let app = self.app.clone();
+        let writer = TokenWriter::new(
+            app.model.text.as_deref(),
+            &self.params,
+            app.settings.logprobs_mode,
+        );
+        let token_ids = self
+            .params
+            .return_token_ids
+            .then(|| token.map(|token| token.token).into_iter().collect());
+        let finish_reason = end.map(|completion| completion.finish_reason);
+        let stop_reason = end.and_then(|completion| completion.stop_reason.clone());
+        let logged = token.filter(|_| self.params.logprobs.is_some());
+        let choice = &mut self.choices[index];
+        let first = !std::mem::replace(&mut choice.begun, true);
+        match self.kind {
+            StreamKind::Completion => {
+                let logprobs = logged.map(|token| {
+                    let mut lists = CompletionLogprobs::default();
+                    writer.completion_logprobs(token, &mut lists, &mut choice.offset);
+                    lists
+                });
+                let piece = CompletionChoice {
+                    index,
+                    text,
+                    logprobs,
+                    finish_reason,
+                    stop_reason,
+                    token_ids,
+                    prompt_token_ids: None,
+                };
+                self.envelope(vec![piece], None, out);
+            }
+            StreamKind::Chat => {
+                let logprobs = logged.map(|token| ChatLogprobs {
+                    content: vec![writer.chat_logprob(token)],
+                });
+                let piece = ChatPiece {
+                    index,
+                    delta: ChatDelta {
+                        role: first.then_some("assistant"),
+                        content: (first || !text.is_empty()).then_some(text),
+                    },
+                    logprobs,
+                    finish_reason,
+                    stop_reason,
+                    token_ids,
+                };
+                self.envelope(vec![piece], None, out);
+            }
+        }
+    }
+
+    fn envelope<C: Serialize>(&self, choices: Vec<C>, usage: Option<Usage>, out: &mut Vec<u8>) {
+        let envelope = Envelope {
+            id: &self.id,
+            object: match self.kind {
+                StreamKind::Completion => "text_completion",
+                StreamKind::Chat => "chat.completion.chunk",
+            },
+            created: self.created,
+            model: &self.policy.name,
+            choices,
+            usage,
+            policy: &self.policy,
+        };
+        event_line(&envelope, out);
+    }
+}
+
+fn event_line(value: &impl Serialize, out: &mut Vec<u8>) {
+    out.extend_from_slice(b"data: ");
+    // Maps with string keys and finite numbers: serialization does not fail.
+    let _ = serde_json::to_writer(&mut *out, value);
+    out.extend_from_slice(b"\n\n");
+}

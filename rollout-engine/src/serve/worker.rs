@@ -1,0 +1,500 @@
+//! The engine's thread: takes commands between two steps, steps while there is work, and sends results on.
+//!
+//! ```text
+//!  handlers ── Command ─▶ channel ─▶ [ drain commands ─ admit ─ step ─ send events ] ─▶ a channel per job ─▶ handlers
+//! ```
+//!
+//! Channels to jobs are unbounded, so that a slow reader never holds up a step; what they can hold is bounded by the
+//! tokens that the job asked for. Nothing here waits for a client.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use lora_merge::PolicyVersion;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
+use tokio::sync::oneshot;
+
+use super::error::ApiError;
+use super::policy::Policy;
+use super::queue::{Next, PolicyQueue};
+use super::snapshot::Shared;
+use crate::Error;
+use crate::adapters::AdapterSource;
+use crate::completion::{Completion, Event, RequestId};
+use crate::engine::Engine;
+use crate::request::{Request, SamplingParams};
+use crate::runner::SampledToken;
+
+/// Names one job of a server.
+pub(super) type JobId = u64;
+
+/// Opens the engine anew over the weights of a folder; `None` is the folder that it was first built from.
+pub(super) type Reopen = Box<dyn FnMut(Option<PathBuf>) -> Result<Engine, Error> + Send>;
+
+/// One prompt of a job.
+#[derive(Clone, Debug)]
+pub(super) struct PromptJob {
+    pub(super) token_ids: Vec<u32>,
+    pub(super) sampling: SamplingParams,
+    /// Completions wanted.
+    pub(super) n: usize,
+}
+
+/// What one HTTP request asks of the engine.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) policy: Arc<Policy>,
+    pub(super) prompts: Vec<PromptJob>,
+    /// Whether to send every token, or finished completions only.
+    pub(super) stream: bool,
+    pub(super) events: UnboundedSender<JobEvent>,
+}
+
+/// What happens to a job. Completion `k` of prompt `p` has the index `p * n + k`.
+#[derive(Debug)]
+pub(super) enum JobEvent {
+    /// Its first prompt went to the engine, under this policy.
+    Started { version: PolicyVersion },
+    /// One more token, if the job streams.
+    Token { index: usize, token: SampledToken },
+    /// One more completion.
+    Finished {
+        index: usize,
+        completion: Box<Completion>,
+    },
+    /// The job is over without (all of) its completions.
+    Failed(ApiError),
+}
+
+/// What happens to running requests when generation is paused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PauseMode {
+    /// They stop after the step under way and go on at `resume`.
+    Keep,
+    /// They finish first; no others start.
+    Wait,
+    /// They end with an error.
+    Abort,
+}
+
+/// Something for the engine's thread to do between two steps.
+#[derive(Debug)]
+pub(super) enum Command {
+    Submit(JobId, Job),
+    Cancel(JobId),
+    Pause(PauseMode, oneshot::Sender<()>),
+    Resume(oneshot::Sender<()>),
+    /// Put a policy in force if nothing runs. Answers whether it is in force.
+    Prepare(Arc<Policy>, oneshot::Sender<Result<bool, String>>),
+    ResetPrefixCache(oneshot::Sender<Result<(), String>>),
+    /// The server is about to end. What is held by a pause would never finish, and fails.
+    Drain,
+    /// End the thread. What is unfinished fails.
+    Stop,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Pause {
+    Off,
+    /// Nothing new starts; at the end of what runs the waiting callers are told.
+    Finishing,
+    On,
+}
+
+struct JobState {
+    events: UnboundedSender<JobEvent>,
+    stream: bool,
+    started: bool,
+    requests: Vec<RequestId>,
+    /// Completions to come.
+    left: usize,
+}
+
+/// A prompt that the engine has.
+#[derive(Clone, Copy, Debug)]
+struct Live {
+    job: JobId,
+    /// Index of its first completion among those of the job.
+    first_index: usize,
+    /// Completions to come.
+    left: usize,
+}
+
+#[derive(Debug)]
+struct Item {
+    job: JobId,
+    policy: Arc<Policy>,
+    prompt: PromptJob,
+    /// Index of its first completion.
+    first_index: usize,
+}
+
+/// The state of the engine's thread.
+pub(super) struct Worker {
+    /// `None` only if it could not be opened anew.
+    engine: Option<Engine>,
+    reopen: Reopen,
+    /// In force.
+    policy: Arc<Policy>,
+    /// The engine's own name for it.
+    version: PolicyVersion,
+    commands: UnboundedReceiver<Command>,
+    queue: PolicyQueue<Item>,
+    jobs: HashMap<JobId, JobState>,
+    live: HashMap<RequestId, Live>,
+    pause: Pause,
+    told_when_idle: Vec<oneshot::Sender<()>>,
+    stopped: bool,
+    shared: Arc<Shared>,
+}
+
+impl Worker {
+    pub(super) fn new(
+        engine: Engine,
+        reopen: Reopen,
+        policy: Arc<Policy>,
+        patience: std::time::Duration,
+        commands: UnboundedReceiver<Command>,
+        shared: Arc<Shared>,
+    ) -> Self {
+        Self {
+            version: engine.policy(),
+            engine: Some(engine),
+            reopen,
+            queue: PolicyQueue::new(policy.version, patience, Instant::now()),
+            policy,
+            commands,
+            jobs: HashMap::new(),
+            live: HashMap::new(),
+            pause: Pause::Off,
+            told_when_idle: Vec::new(),
+            stopped: false,
+            shared,
+        }
+    }
+
+    /// Runs until [`Command::Stop`] or until nobody can send commands any more.
+    pub(super) fn run(mut self) {
+        self.publish();
+        while !self.stopped {
+            if !self.has_work() {
+                match self.commands.blocking_recv() {
+                    Some(command) => self.handle(command),
+                    None => break,
+                }
+            }
+            while let Ok(command) = self.commands.try_recv() {
+                self.handle(command);
+            }
+            if self.pause == Pause::Off && !self.stopped {
+                self.admit();
+            }
+            if self.pause != Pause::On && !self.stopped {
+                self.step();
+            }
+            if self.pause == Pause::Finishing && self.live.is_empty() {
+                self.pause = Pause::On;
+            }
+            if self.pause == Pause::On {
+                for caller in self.told_when_idle.drain(..) {
+                    let _ = caller.send(());
+                }
+            }
+            self.publish();
+        }
+        self.fail_all(&ApiError::unavailable("the server is shutting down"));
+        self.publish();
+    }
+
+    fn has_work(&self) -> bool {
+        match self.pause {
+            Pause::Off => !self.live.is_empty() || !self.queue.is_empty(),
+            Pause::Finishing => !self.live.is_empty(),
+            Pause::On => false,
+        }
+    }
+
+    fn handle(&mut self, command: Command) {
+        // A caller that has gone away needs no answer.
+        match command {
+            Command::Submit(id, job) => self.submit(id, job),
+            Command::Cancel(id) => self.forget(id),
+            Command::Pause(mode, done) => {
+                match mode {
+                    PauseMode::Keep => self.pause = Pause::On,
+                    PauseMode::Abort => {
+                        self.fail_all(&ApiError::unavailable("aborted by /pause").code("aborted"));
+                        self.pause = Pause::On;
+                    }
+                    PauseMode::Wait if self.pause == Pause::On => {}
+                    PauseMode::Wait => self.pause = Pause::Finishing,
+                }
+                self.told_when_idle.push(done);
+            }
+            Command::Resume(done) => {
+                self.pause = Pause::Off;
+                self.told_when_idle.clear();
+                let _ = done.send(());
+            }
+            Command::Prepare(policy, done) => {
+                let answer = match self.live.is_empty() {
+                    true if self.policy.version == policy.version => Ok(true),
+                    true => self.switch_to(&policy).map(|()| true),
+                    false => Ok(self.policy.version == policy.version),
+                };
+                let _ = done.send(answer);
+            }
+            Command::ResetPrefixCache(done) => {
+                let cleared = match &mut self.engine {
+                    Some(engine) => engine.clear_prefix_cache().map_err(|error| error.to_string()),
+                    None => Ok(()),
+                };
+                let _ = done.send(cleared);
+            }
+            Command::Drain => {
+                if self.pause != Pause::Off {
+                    self.fail_all(&ApiError::unavailable("the server is shutting down"));
+                }
+            }
+            Command::Stop => self.stopped = true,
+        }
+    }
+
+    fn submit(&mut self, id: JobId, job: Job) {
+        let mut first_index = 0;
+        let now = Instant::now();
+        for prompt in job.prompts {
+            let n = prompt.n;
+            let item = Item {
+                job: id,
+                policy: job.policy.clone(),
+                prompt,
+                first_index,
+            };
+            self.queue.push(job.policy.version, item, now);
+            first_index += n;
+        }
+        let state = JobState {
+            events: job.events,
+            stream: job.stream,
+            started: false,
+            requests: Vec::new(),
+            left: first_index,
+        };
+        self.jobs.insert(id, state);
+    }
+
+    /// Gives the engine what may run next, a batch ahead of what it has slots for.
+    fn admit(&mut self) {
+        loop {
+            let ahead = self
+                .engine
+                .as_ref()
+                .map_or(0, |engine| engine.scheduler().shape().max_batch_size);
+            let waiting = self
+                .engine
+                .as_ref()
+                .map_or(0, |engine| engine.scheduler().waiting());
+            if waiting > ahead {
+                return;
+            }
+            match self.queue.next(self.live.is_empty(), Instant::now()) {
+                Next::Admit(item) => self.start(item),
+                Next::Switch(version) => {
+                    let Some(policy) = self.queue.front(version).map(|item| item.policy.clone()) else {
+                        return;
+                    };
+                    if let Err(reason) = self.switch_to(&policy) {
+                        let error =
+                            ApiError::internal(format!("{:?} cannot be put in force: {reason}", policy.name));
+                        for item in self.queue.take_policy(version) {
+                            self.fail(item.job, error.clone());
+                        }
+                    }
+                }
+                Next::Nothing => return,
+            }
+        }
+    }
+
+    fn start(&mut self, item: Item) {
+        let Some(engine) = &mut self.engine else {
+            return self.fail(item.job, ApiError::internal("the engine is gone"));
+        };
+        let Some(job) = self.jobs.get_mut(&item.job) else {
+            return;
+        };
+        let n = item.prompt.n;
+        let request = Request::token_ids(item.prompt.token_ids)
+            .sampling(item.prompt.sampling)
+            .n(n);
+        match engine.submit(&request) {
+            Ok(request) => {
+                if !job.started {
+                    job.started = true;
+                    let version = self.version;
+                    let _ = job.events.send(JobEvent::Started { version });
+                }
+                job.requests.push(request);
+                let live = Live {
+                    job: item.job,
+                    first_index: item.first_index,
+                    left: n,
+                };
+                self.live.insert(request, live);
+            }
+            Err(error) => self.fail(item.job, ApiError::from(&error)),
+        }
+    }
+
+    /// Puts a policy in force. Nothing must run.
+    fn switch_to(&mut self, policy: &Arc<Policy>) -> Result<(), String> {
+        if policy.base.number != self.policy.base.number || self.engine.is_none() {
+            // One engine at a time: there may be no memory for two.
+            self.engine = None;
+            match (self.reopen)(policy.base.dir.clone()) {
+                Ok(engine) => self.engine = Some(engine),
+                Err(error) => {
+                    let before = (self.reopen)(self.policy.base.dir.clone());
+                    self.engine = before.ok();
+                    let current = self.policy.clone();
+                    self.apply(&current).map_err(|lost| format!("{error}; {lost}"))?;
+                    return Err(error.to_string());
+                }
+            }
+        }
+        self.apply(policy)?;
+        tracing::info!(policy = policy.name, version = policy.version, "policy in force");
+        self.policy = policy.clone();
+        self.queue.switched(policy.version, Instant::now());
+        self.shared.count_switch();
+        Ok(())
+    }
+
+    fn apply(&mut self, policy: &Policy) -> Result<(), String> {
+        let engine = self.engine.as_mut().ok_or("the engine is gone")?;
+        let sources = policy.adapter.iter();
+        let sources = sources.map(|adapter| (AdapterSource::from(adapter.clone()), 1.0));
+        let update = engine.load_adapters(sources).map_err(|error| error.to_string())?;
+        self.version = update.version;
+        Ok(())
+    }
+
+    fn step(&mut self) {
+        let Some(engine) = &mut self.engine else { return };
+        if !engine.has_unfinished() {
+            return;
+        }
+        let begin = Instant::now();
+        match engine.step() {
+            Ok(events) => {
+                self.shared.count_busy(begin.elapsed());
+                events.into_iter().for_each(|event| self.deliver(event));
+            }
+            Err(error) => {
+                // The engine has given up all requests that it had.
+                tracing::error!(%error, "a step failed");
+                let error = ApiError::internal(error.to_string());
+                let mut jobs: Vec<_> = self.live.values().map(|live| live.job).collect();
+                jobs.sort_unstable();
+                jobs.dedup();
+                jobs.into_iter().for_each(|job| self.fail(job, error.clone()));
+            }
+        }
+    }
+
+    fn deliver(&mut self, event: Event) {
+        match event {
+            Event::GroupFinished { .. } => {}
+            Event::Token {
+                request,
+                index,
+                token,
+            } => {
+                let Some(live) = self.live.get(&request) else {
+                    return;
+                };
+                let (id, index) = (live.job, live.first_index + index);
+                let Some(job) = self.jobs.get(&id).filter(|job| job.stream) else {
+                    return;
+                };
+                if job.events.send(JobEvent::Token { index, token }).is_err() {
+                    self.forget(id);
+                }
+            }
+            Event::Finished {
+                request,
+                index,
+                result,
+            } => {
+                let Some(live) = self.live.get_mut(&request) else {
+                    return;
+                };
+                live.left -= 1;
+                let (id, index) = (live.job, live.first_index + index);
+                if live.left == 0 {
+                    self.live.remove(&request);
+                }
+                match result {
+                    Ok(completion)
+                        if completion
+                            .policies
+                            .iter()
+                            .any(|span| span.version != self.version) =>
+                    {
+                        let message = "the policy changed while this request ran: please report this";
+                        self.fail(id, ApiError::internal(message));
+                    }
+                    Ok(completion) => self.finish(id, index, completion),
+                    Err(error) => self.fail(id, ApiError::from(&error)),
+                }
+            }
+        }
+    }
+
+    fn finish(&mut self, id: JobId, index: usize, completion: Completion) {
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        job.left -= 1;
+        let completion = Box::new(completion);
+        let sent = job.events.send(JobEvent::Finished { index, completion });
+        if sent.is_err() || job.left == 0 {
+            self.forget(id);
+        }
+    }
+
+    fn fail(&mut self, id: JobId, error: ApiError) {
+        if let Some(job) = self.jobs.get(&id) {
+            let _ = job.events.send(JobEvent::Failed(error));
+        }
+        self.forget(id);
+    }
+
+    fn fail_all(&mut self, error: &ApiError) {
+        let jobs: Vec<_> = self.jobs.keys().copied().collect();
+        jobs.into_iter().for_each(|job| self.fail(job, error.clone()));
+    }
+
+    /// Ends a job, whatever there still is of it. Its pages are free at once.
+    fn forget(&mut self, id: JobId) {
+        let Some(job) = self.jobs.remove(&id) else { return };
+        for request in job.requests {
+            if self.live.remove(&request).is_some()
+                && let Some(engine) = &mut self.engine
+            {
+                engine.cancel(request);
+            }
+        }
+        self.queue.retain(|item| item.job != id);
+    }
+
+    fn publish(&self) {
+        self.shared.publish(
+            self.engine.as_ref(),
+            &self.policy,
+            self.pause != Pause::Off,
+            self.live.len(),
+        );
+    }
+}

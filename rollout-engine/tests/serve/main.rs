@@ -1,0 +1,12 @@
+//! The HTTP server from outside: what it answers, under which policy, and what it withstands.
+
+mod api;
+mod client;
+mod command;
+mod faults;
+mod limits;
+mod model;
+mod overhead;
+mod policies;
+mod support;
+mod weights;
