@@ -111,7 +111,9 @@ impl ValueType {
     }
 }
 
-/// A 4-bit matrix `[rows, cols]`, row-major, see the [module](self). Cloning shares the bytes.
+/// A 4-bit matrix `[rows, cols]`, row-major, as bitsandbytes stores it: element `i`, counted row by row, is
+/// `cast(map[nibble i] · absmax[i / blocksize])` in f32 arithmetic, with one cast at the end to the type that the file
+/// names. Cloning shares the bytes.
 #[derive(Debug, Clone)]
 pub struct QuantizedMatrix {
     rows: usize,
