@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
             for (u32 i = 0; i < MAX_BLOCKS / 32; ++i) {
                 squares_of[j][i] = 0.f;
                 const u32 block = i * 32 + lane;
-                if (s.squares_in && block < gridDim.x) squares_of[j][i] = load_fresh(s.squares_in + row * gridDim.x + block);
+                if (s.squares_in && row < p.rows && block < gridDim.x) squares_of[j][i] = load_fresh(s.squares_in + row * gridDim.x + block);
             }
             residual_of[j] = 0.f;
             if (s.kind == TO_RESIDUAL && lane < count && row < p.rows)

@@ -232,6 +232,12 @@ impl<R: Runner> Engine<R> {
         }
     }
 
+    /// Makes sequences that decode wait less for the prompts of others, at the cost of tokens per second; see
+    /// [`Scheduler::favor_latency`]. A server's choice.
+    pub fn favor_latency(&mut self) {
+        self.scheduler.favor_latency();
+    }
+
     /// The scheduler, to look at.
     pub fn scheduler(&self) -> &Scheduler<R> {
         &self.scheduler

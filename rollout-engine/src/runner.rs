@@ -138,9 +138,8 @@ pub trait Runner {
     /// Bytes held.
     fn memory(&self) -> RunnerMemory;
 
-    /// Most prompt tokens, at least 1, in a step that sequences under way decode in, so that these do not wait long for
-    /// it: [`Scheduler::set_mixed_prefill_tokens`](crate::Scheduler::set_mixed_prefill_tokens). Default: no fewer than in
-    /// any other step.
+    /// Most prompt tokens, at least 1, in a step that sequences under way decode in, if these are not to wait long for it:
+    /// what [`Scheduler::favor_latency`](crate::Scheduler::favor_latency) sets. Default: no fewer than in any other step.
     fn mixed_prefill_tokens(&self) -> usize {
         self.shape().max_prefill_tokens
     }

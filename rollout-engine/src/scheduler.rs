@@ -105,7 +105,7 @@ impl<R: Runner> Scheduler<R> {
         })?;
         Ok(Self {
             policy: runner.policy(),
-            mixed_prefill_tokens: runner.mixed_prefill_tokens().max(1),
+            mixed_prefill_tokens: usize::MAX,
             runner,
             shape,
             pages,
@@ -139,8 +139,14 @@ impl<R: Runner> Scheduler<R> {
     /// Limits the prompt tokens of a step that sequences under way decode in: the time that these wait for prompts. The
     /// limit does not apply while more sequences wait to start than decode, when starting them matters more. 0 counts as 1,
     /// and never does a step have more than [`RunnerShape::max_prefill_tokens`]. Completions do not depend on it.
+    /// Default: no limit of its own, which gives most tokens per second to a batch of which nobody waits for single tokens.
     pub fn set_mixed_prefill_tokens(&mut self, tokens: usize) {
         self.mixed_prefill_tokens = tokens.max(1);
+    }
+
+    /// Sets that limit to the runner's choice for readers who wait for single tokens: [`Runner::mixed_prefill_tokens`].
+    pub fn favor_latency(&mut self) {
+        self.set_mixed_prefill_tokens(self.runner.mixed_prefill_tokens());
     }
 
     /// The limit in force.

@@ -82,7 +82,7 @@ pub(super) struct BenchArgs {
     max_prefill_tokens: Option<usize>,
 
     /// Most prompt tokens of a step in which other sequences decode, in tokens; more where more sequences wait to start
-    /// than decode. Default: the device's choice.
+    /// than decode. Default: the device's choice with --arrival-rate, otherwise no limit.
     #[arg(long, value_name = "N", value_parser = positive)]
     mixed_prefill_tokens: Option<usize>,
 
@@ -288,8 +288,10 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
 /// With the limits that were asked for.
 fn scheduler<R: Runner>(args: &BenchArgs, runner: R) -> Result<Scheduler<R>, CliError> {
     let mut scheduler = Scheduler::new(runner, Vec::new())?;
-    if let Some(tokens) = args.mixed_prefill_tokens {
-        scheduler.set_mixed_prefill_tokens(tokens);
+    match args.mixed_prefill_tokens {
+        Some(tokens) => scheduler.set_mixed_prefill_tokens(tokens),
+        None if args.arrival_rate.is_some() => scheduler.favor_latency(),
+        None => {}
     }
     Ok(scheduler)
 }

@@ -152,13 +152,14 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn new(
-        engine: Engine,
+        mut engine: Engine,
         reopen: Reopen,
         policy: Arc<Policy>,
         patience: std::time::Duration,
         commands: UnboundedReceiver<Command>,
         shared: Arc<Shared>,
     ) -> Self {
+        engine.favor_latency();
         Self {
             version: engine.policy(),
             engine: Some(engine),
@@ -354,11 +355,15 @@ impl Worker {
         if policy.base.number != self.policy.base.number || self.engine.is_none() {
             // One engine at a time: there may be no memory for two.
             self.engine = None;
+            let for_readers = |mut engine: Engine| {
+                engine.favor_latency();
+                engine
+            };
             match (self.reopen)(policy.base.dir.clone()) {
-                Ok(engine) => self.engine = Some(engine),
+                Ok(engine) => self.engine = Some(for_readers(engine)),
                 Err(error) => {
                     let before = (self.reopen)(self.policy.base.dir.clone());
-                    self.engine = before.ok();
+                    self.engine = before.ok().map(for_readers);
                     let current = self.policy.clone();
                     self.apply(&current).map_err(|lost| format!("{error}; {lost}"))?;
                     return Err(error.to_string());
