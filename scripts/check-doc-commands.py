@@ -47,6 +47,7 @@ COMMANDS = {
     "scripts/gpu-tests.sh --bin bin": "gpu",
     "scripts/run-examples.sh": "ci run-examples.sh",
     "scripts/compare_transformers.py": "gpu",
+    "python3 scripts/compare_transformers.py --tiny --rollout target/release/rollout": "needs PyTorch and transformers",
     "cargo +nightly fuzz run page_table -- -max_total_time=60": "ci scripts/fuzz.sh",
     "cargo +nightly fuzz run TARGET FILE": "needs an input that fails",
     "cargo +nightly fuzz fmt TARGET FILE": "needs an input that fails",
