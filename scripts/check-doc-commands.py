@@ -47,6 +47,8 @@ COMMANDS = {
     "scripts/gpu-tests.sh --bin bin": "gpu",
     "scripts/run-examples.sh": "ci run-examples.sh",
     "scripts/compare_transformers.py": "gpu",
+    "rollout bench --model random:qwen3-4b --arrival-rate 60 --n-prompts 96 --max-new-tokens 64 --max-batch-size 64"
+    " --n-rounds 1": "gpu",
     "python3 scripts/compare_transformers.py --tiny --rollout target/release/rollout": "needs PyTorch and transformers",
     "cargo +nightly fuzz run page_table -- -max_total_time=60": "ci scripts/fuzz.sh",
     "cargo +nightly fuzz run TARGET FILE": "needs an input that fails",
