@@ -183,10 +183,12 @@ fn tile_spec(
     let name = format!(
         "{kernel}<{head_dim}> {block_m}x{block_n} {warps} warps {stages} stages {blocks} blocks{safe}{prescale}"
     );
-    // 32 rows of 128 elements a warp take every register; a few words spilled outside the loop cost nothing.
+    // 32 rows of 128 elements a warp take every register; a few words spilled outside the loop cost nothing. What the user's
+    // functions need comes on top.
+    let own = functions.has_mask() || functions.has_score();
     let limits = Limits {
-        spill_bytes: 160,
-        stack_bytes: 64,
+        spill_bytes: if own { 224 } else { 160 },
+        stack_bytes: if own { 112 } else { 64 },
         ..Limits::registers(255)
     };
     with_functions(KernelSpec::new(name, source), functions)
