@@ -173,7 +173,9 @@ fn lines_of_all_forms_become_lines_with_all_fields() {
                 "token_ids",
                 "text",
                 "finish_reason",
+                "stop_reason",
                 "logprobs",
+                "sampled_logprobs",
                 "policy_version",
                 "policies"
             ]

@@ -214,9 +214,12 @@ fn series(measured: &[Measurement], axis: Axis, y: impl Fn(&Measurement) -> Opti
     series
 }
 
-/// The floors' series, without those that repeat another's points.
+/// The floors' series of what was measured, without those that repeat another's points.
 fn floors(measured: &[Measurement], axis: Axis, y: impl Fn(&Measurement, f64) -> f64) -> Vec<Series> {
-    let mut floors = series(measured, axis, |one| one.floor_ms.map(|floor| y(one, floor)));
+    let mut floors = series(measured, axis, |one| {
+        let measured = one.decode_tps_median.is_finite();
+        one.floor_ms.filter(|_| measured).map(|floor| y(one, floor))
+    });
     let mut seen: Vec<Vec<(f64, f64)>> = Vec::new();
     floors.retain(|floor| {
         let new = !seen.contains(&floor.points);
