@@ -42,16 +42,16 @@
 #define MAX_BOX_ROWS (ROW_TILES * 16)
 #define SLOT_BYTES (MAX_BOX_ROWS * 128)
 #ifndef DEPTH
-#define DEPTH (COLUMNS <= 8 ? 3 : 2) // slots per ring
+#define DEPTH 3 // slots per ring
 #endif
 // Activations come in groups of X_GROUP chunks, 8 KiB together: their latency, not their bytes, is what counts.
 #define X_GROUP (64 / COLUMNS)
 #define X_BYTES (COLUMNS * 128)
 #define X_SLOT_BYTES (X_GROUP * X_BYTES)
-// The ring holds a multiple of 16 chunks, the most that lie between two of a warp's own boxes. So the chunk before in the
+// The ring holds a multiple of 8 chunks, the most that lie between two of a warp's own boxes. So the chunk before in the
 // same place was the warp's own too, and waiting for a parity cannot mistake one round for the next but one.
 #ifndef X_SLOTS
-#define X_SLOTS 8
+#define X_SLOTS (COLUMNS == 8 ? 8 : 4)
 #endif
 #define X_CHUNKS (X_SLOTS * X_GROUP)
 #define SUM_STRIDE (MAX_BOX_ROWS + 4) // no two lanes of a store meet a bank

@@ -15,9 +15,6 @@ __device__ __forceinline__ void barrier_init_done() {
 __device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(u32 at) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
 __device__ __forceinline__ void barrier_arrive_many(u32 at, u32 count) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
@@ -32,11 +29,6 @@ __device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
 }
 __device__ __forceinline__ void fetch_map(const void* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-__device__ __forceinline__ void copy_box2(u32 to, const void* map, u32 x, u32 y, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ void copy_box3(u32 to, const void* map, u32 x, u32 y, u32 z, u32 barrier) {
     asm volatile(
