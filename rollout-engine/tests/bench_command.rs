@@ -82,9 +82,40 @@ fn whatever_the_budget_the_workload_gives_the_same_tokens() {
 }
 
 #[test]
+fn sampling_flags_change_the_tokens_and_every_round_draws_the_same() {
+    let with = |args: &[&str]| {
+        let workload = ["--n-prompts", "3", "--max-new-tokens", "6", "--n-rounds", "2"];
+        report(&[&workload[..], args].concat())
+    };
+    let greedy = with(&[]);
+    assert_eq!(greedy["sampling"]["temperature"], 0.0);
+    let args = [
+        "--temperature",
+        "1.5",
+        "--top-k",
+        "50",
+        "--top-p",
+        "0.9",
+        "--min-p",
+        "0.01",
+    ];
+    let drawn = with(&args);
+    assert_eq!(drawn["sampling"]["top_k"], 50);
+    assert_ne!(drawn["token_checksum"], greedy["token_checksum"]);
+    let other = with(&[&args[..], &["--seed", "7"]].concat());
+    assert_ne!(drawn["token_checksum"], other["token_checksum"]);
+    // Alternatives cost time and change nothing.
+    let listed = with(&["--top-logprobs", "3"]);
+    assert_eq!(listed["token_checksum"], greedy["token_checksum"]);
+}
+
+#[test]
 fn what_cannot_work_is_refused_in_a_line() {
     for (args, words) in [
-        (&["--arrival-rate", "0"][..], "arrival-rate"),
+        (&["--top-p", "0.9"][..], "--temperature"),
+        (&["--temperature", "-1"], "temperature"),
+        (&["--top-logprobs", "21"], "top_logprobs"),
+        (&["--arrival-rate", "0"], "arrival-rate"),
         (&["--arrival-rate", "inf"], "arrival-rate"),
         (&["--arrival-rate", "2", "--batches", "1,2"], "batches"),
         (&["--model", "random:qwen3-4b"], "drawn on a GPU"),

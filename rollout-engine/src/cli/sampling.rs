@@ -9,13 +9,9 @@ use super::CliError;
 use crate::Error;
 use crate::request::SamplingParams;
 
-/// Flags of `rollout generate` that become [`SamplingParams`].
+/// Flags that say how each token is chosen, which `rollout bench` has as well.
 #[derive(Debug, Default, Args)]
-pub(super) struct SamplingArgs {
-    /// Fewest new tokens per completion, in tokens: before, ids and texts that end a completion do not. Default: 0.
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    min_new_tokens: usize,
-
+pub(super) struct DrawArgs {
     /// Softmax temperature: 0 is greedy, or from 0.001. Default: 0.
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
@@ -45,6 +41,72 @@ pub(super) struct SamplingArgs {
     /// Default: 0.
     #[arg(long, value_name = "A", allow_negative_numbers = true)]
     frequency_penalty: Option<f32>,
+}
+
+impl DrawArgs {
+    /// These parameters, with `recommended` ones and then the defaults where no flag gives them.
+    fn params(&self, recommended: Option<&GenerationConfig>) -> SamplingParams {
+        let default = SamplingParams::default();
+        // As transformers does: without `do_sample` decoding is greedy whatever else the file says, and with it the
+        // temperature is 1 unless the file names one.
+        let drawn = recommended.filter(|config| config.do_sample == Some(true));
+        let from_file = |field: fn(&GenerationConfig) -> Option<f64>| drawn.and_then(field).map(|x| x as f32);
+        let temperature = drawn.map(|config| config.temperature.unwrap_or(1.0) as f32);
+        let top_k = drawn.and_then(|config| config.top_k).map(|k| k as i64);
+        let repetition_penalty = recommended.and_then(|config| config.repetition_penalty);
+        SamplingParams {
+            temperature: self.temperature.or(temperature).unwrap_or(default.temperature),
+            top_k: self.top_k.or(top_k).unwrap_or(default.top_k),
+            top_p: (self.top_p.or(from_file(|config| config.top_p))).unwrap_or(default.top_p),
+            min_p: (self.min_p.or(from_file(|config| config.min_p))).unwrap_or(default.min_p),
+            repetition_penalty: self
+                .repetition_penalty
+                .or(repetition_penalty.map(|x| x as f32))
+                .unwrap_or(default.repetition_penalty),
+            presence_penalty: self.presence_penalty.unwrap_or(default.presence_penalty),
+            frequency_penalty: self.frequency_penalty.unwrap_or(default.frequency_penalty),
+            ..default
+        }
+    }
+
+    /// Refuses parameters that cannot work, and flags without effect.
+    fn check(&self, params: &SamplingParams) -> Result<(), CliError> {
+        params
+            .validate()
+            .map_err(|error| CliError::Usage(error.to_string()))?;
+        let without_effect = [
+            ("--top-k", self.top_k.is_some()),
+            ("--top-p", self.top_p.is_some()),
+            ("--min-p", self.min_p.is_some()),
+        ];
+        match without_effect.into_iter().find(|(_, given)| *given) {
+            Some((flag, _)) if params.temperature == 0.0 => Err(CliError::Usage(format!(
+                "{flag} has no effect at temperature 0: give --temperature as well"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Parameters of a workload in which every completion has `max_new_tokens` tokens.
+    pub(super) fn workload(&self, max_new_tokens: usize) -> Result<SamplingParams, CliError> {
+        let params = SamplingParams {
+            max_new_tokens,
+            ignore_eos: true,
+            ..self.params(None)
+        };
+        self.check(&params).map(|()| params)
+    }
+}
+
+/// Flags of `rollout generate` that become [`SamplingParams`].
+#[derive(Debug, Default, Args)]
+pub(super) struct SamplingArgs {
+    /// Fewest new tokens per completion, in tokens: before, ids and texts that end a completion do not. Default: 0.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    min_new_tokens: usize,
+
+    #[command(flatten)]
+    draw: DrawArgs,
 
     /// Take temperature, top-k, top-p, min-p and repetition penalty from the model's generation_config.json where no flag
     /// gives them. Without this flag the file's recommendations are not applied.
@@ -87,51 +149,17 @@ impl SamplingArgs {
                 }
             },
         };
-        let params = self.with_defaults(max_new_tokens, recommended.as_ref());
-        params
-            .validate()
-            .map_err(|error| CliError::Usage(error.to_string()))?;
-        let without_effect = [
-            ("--top-k", self.top_k.is_some()),
-            ("--top-p", self.top_p.is_some()),
-            ("--min-p", self.min_p.is_some()),
-        ];
-        match without_effect.into_iter().find(|(_, given)| *given) {
-            Some((flag, _)) if params.temperature == 0.0 => Err(CliError::Usage(format!(
-                "{flag} has no effect at temperature 0: give --temperature as well"
-            ))),
-            _ => Ok(params),
-        }
-    }
-
-    fn with_defaults(&self, max_new_tokens: usize, recommended: Option<&GenerationConfig>) -> SamplingParams {
-        let default = SamplingParams::default();
-        // As transformers does: without `do_sample` decoding is greedy whatever else the file says, and with it the
-        // temperature is 1 unless the file names one.
-        let drawn = recommended.filter(|config| config.do_sample == Some(true));
-        let from_file = |field: fn(&GenerationConfig) -> Option<f64>| drawn.and_then(field).map(|x| x as f32);
-        let temperature = drawn.map(|config| config.temperature.unwrap_or(1.0) as f32);
-        let top_k = drawn.and_then(|config| config.top_k).map(|k| k as i64);
-        let repetition_penalty = recommended.and_then(|config| config.repetition_penalty);
-        SamplingParams {
+        let params = SamplingParams {
             max_new_tokens,
             min_new_tokens: self.min_new_tokens,
-            temperature: self.temperature.or(temperature).unwrap_or(default.temperature),
-            top_k: self.top_k.or(top_k).unwrap_or(default.top_k),
-            top_p: (self.top_p.or(from_file(|config| config.top_p))).unwrap_or(default.top_p),
-            min_p: (self.min_p.or(from_file(|config| config.min_p))).unwrap_or(default.min_p),
-            repetition_penalty: self
-                .repetition_penalty
-                .or(repetition_penalty.map(|x| x as f32))
-                .unwrap_or(default.repetition_penalty),
-            presence_penalty: self.presence_penalty.unwrap_or(default.presence_penalty),
-            frequency_penalty: self.frequency_penalty.unwrap_or(default.frequency_penalty),
             seed: None,
             stop_token_ids: self.stop_token_id.clone(),
             stop: self.stop.clone(),
             include_stop_str_in_output: self.include_stop_str_in_output,
             ignore_eos: self.ignore_eos,
             top_logprobs: self.top_logprobs,
-        }
+            ..self.draw.params(recommended.as_ref())
+        };
+        self.draw.check(&params).map(|()| params)
     }
 }

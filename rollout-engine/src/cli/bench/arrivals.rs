@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::{BenchArgs, CliError, median, prompt};
+use super::workload::{median, prompt};
+use super::{BenchArgs, CliError};
 use crate::completion::{Event, RequestId};
 use crate::request::SamplingParams;
 use crate::runner::Runner;
@@ -157,9 +158,8 @@ pub(super) fn measure<R: Runner>(
     vocab_size: usize,
 ) -> Result<(Value, String), CliError> {
     let sampling = SamplingParams {
-        max_new_tokens: args.max_new_tokens,
-        ignore_eos: true,
-        ..SamplingParams::default()
+        seed: Some(args.seed),
+        ..args.sampling()?
     };
     let prompts: Vec<Vec<u32>> = (0..args.n_prompts).map(|i| prompt(i, vocab_size)).collect();
     let due = arrival_times(args.n_prompts, rate, args.seed);

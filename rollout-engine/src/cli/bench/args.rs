@@ -1,0 +1,153 @@
+//! Flags of `rollout bench`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use qwen3_model::{PristineCopy, QuantType};
+use serde_json::{Value, json};
+
+use crate::cli::CliError;
+use crate::cli::args::positive;
+use crate::cli::sampling::DrawArgs;
+use crate::device::DeviceChoice;
+use crate::request::SamplingParams;
+
+#[derive(Debug, Args)]
+pub(in crate::cli) struct BenchArgs {
+    /// Model folder, or random weights of a published shape: random:qwen3-0.6b, random:qwen3-1.7b, random:qwen3-4b,
+    /// random:qwen3-8b. Default: the bundled model.
+    #[arg(long, value_name = "DIR|random:SHAPE")]
+    pub(super) model: Option<String>,
+
+    /// Prompts of a round, all submitted at once unless --arrival-rate is given.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = positive)]
+    pub(super) n_prompts: usize,
+
+    /// Run once for each of these numbers of prompts, such as 1,8,64, and print a table.
+    #[arg(long, value_name = "N,N,…", value_delimiter = ',', value_parser = positive, conflicts_with = "n_prompts")]
+    pub(super) batches: Vec<usize>,
+
+    /// Measured rounds, after one that is not counted.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = positive)]
+    pub(super) n_rounds: usize,
+
+    /// New tokens per prompt, in tokens.
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = positive)]
+    pub(super) max_new_tokens: usize,
+
+    /// Most sequences at once, in sequences. Default: the largest number of prompts.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) max_batch_size: Option<usize>,
+
+    /// Longest sequence, in tokens. Default: what the workload needs.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) max_seq_length: Option<usize>,
+
+    /// Pages of the KV cache, one of them reserved. Default: what the workload needs.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) n_pages: Option<usize>,
+
+    /// Size of a page, in tokens.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = positive)]
+    pub(super) page_size: usize,
+
+    /// Most prompt tokens per step, in tokens. Default: the device's choice.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) max_prefill_tokens: Option<usize>,
+
+    /// Most prompt tokens of a step in which other sequences decode, in tokens; more where more sequences wait to start
+    /// than decode. Default: the device's choice with --arrival-rate, otherwise no limit.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) mixed_prefill_tokens: Option<usize>,
+
+    /// Let prompts arrive at random, so many a second on average, and report the times to first tokens and between tokens.
+    #[arg(long, value_name = "R", value_parser = rate, conflicts_with_all = ["batches", "lora_rank"])]
+    pub(super) arrival_rate: Option<f64>,
+
+    /// Quantise the projections to 4 bits: nf4 or fp4. Adapters are then applied at run time.
+    #[arg(long, value_name = "TYPE")]
+    pub(super) quantize: Option<QuantType>,
+
+    /// Serve a random adapter of this rank on all seven projections, merged, and time a refresh.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) lora_rank: Option<usize>,
+
+    /// Apply the adapter of --lora-rank at run time, beside the weights.
+    #[arg(long, requires = "lora_rank")]
+    pub(super) no_merge_lora: bool,
+
+    /// With --lora-rank, where pristine copies live: device, pinned or file.
+    #[arg(long, value_name = "PLACE", default_value = "device", requires = "lora_rank")]
+    pub(super) lora_pristine: PristineCopy,
+
+    /// Launch decode steps kernel by kernel instead of replaying CUDA graphs.
+    #[arg(long)]
+    pub(super) no_capture_cudagraph: bool,
+
+    /// Where to run: cuda:N, or cpu.
+    #[arg(long, value_name = "DEVICE", default_value = "cuda:0")]
+    pub(super) device: DeviceChoice,
+
+    /// Seed of random weights, of arrivals and of drawn tokens.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) seed: u64,
+
+    #[command(flatten)]
+    pub(super) draw: DrawArgs,
+
+    /// Report the N most likely tokens at each new one, at most 20, with their log-probabilities. Default: 0.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) top_logprobs: usize,
+
+    /// Leave out the breakdown of a decode step by kind of operation.
+    #[arg(long)]
+    pub(super) no_profile: bool,
+
+    /// Write all numbers to this file as JSON: an object, or a list of objects with --batches.
+    #[arg(long, value_name = "FILE")]
+    pub(super) stats_path: Option<PathBuf>,
+
+    /// Draw throughput and steps against the number of prompts into this file; `rollout plot` draws --stats-path files
+    /// later, without a GPU.
+    #[arg(long, value_name = "FILE.svg", conflicts_with = "arrival_rate")]
+    pub(super) plot: Option<PathBuf>,
+
+    /// With --plot, figures of other engines to draw beside: a JSON object from names to lists of [prompts, new tokens
+    /// per second].
+    #[arg(long, value_name = "FILE.json", requires = "plot")]
+    pub(super) plot_other: Option<PathBuf>,
+}
+
+impl BenchArgs {
+    /// How the workload's tokens are chosen.
+    pub(super) fn sampling(&self) -> Result<SamplingParams, CliError> {
+        let mut sampling = self.draw.workload(self.max_new_tokens)?;
+        sampling.top_logprobs = self.top_logprobs;
+        sampling
+            .validate()
+            .map_err(|error| CliError::Usage(error.to_string()))?;
+        Ok(sampling)
+    }
+
+    /// The same for the report.
+    pub(super) fn sampling_report(&self) -> Result<Value, CliError> {
+        let of = self.sampling()?;
+        Ok(json!({
+            "temperature": of.temperature,
+            "top_k": of.top_k,
+            "top_p": of.top_p,
+            "min_p": of.min_p,
+            "repetition_penalty": of.repetition_penalty,
+            "presence_penalty": of.presence_penalty,
+            "frequency_penalty": of.frequency_penalty,
+            "top_logprobs": of.top_logprobs,
+        }))
+    }
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate > 0.0 && rate.is_finite() => Ok(rate),
+        _ => Err("use a number of prompts a second above 0, such as 2.5".into()),
+    }
+}

@@ -1,0 +1,104 @@
+//! What is written of the measurements: JSON for programs, a table for readers.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use super::BenchArgs;
+use super::floor::Floor;
+use super::workload::{Measured, median};
+use crate::cli::CliError;
+
+pub(super) fn write_reports(args: &BenchArgs, mut reports: Vec<Value>) -> Result<(), CliError> {
+    if let Some(path) = &args.plot {
+        crate::cli::plot::write_reports(&reports, args.plot_other.as_deref(), path)?;
+    }
+    let Some(path) = &args.stats_path else {
+        return Ok(());
+    };
+    let value = if args.batches.is_empty() {
+        reports.remove(0)
+    } else {
+        Value::Array(reports)
+    };
+    let text = serde_json::to_string_pretty(&value).map_err(|error| CliError::Failed(error.to_string()))?;
+    std::fs::write(path, text + "\n")
+        .map_err(|error| CliError::Failed(format!("{}: {error}", path.display())))
+}
+
+pub(super) fn report(args: &BenchArgs, batch: &Measured, floor: &Floor) -> Value {
+    let best = batch.wall_s.iter().copied().fold(f64::INFINITY, f64::min);
+    let (median_wall, tokens) = (
+        median(&batch.wall_s),
+        batch.tokens as f64 / batch.wall_s.len() as f64,
+    );
+    let floor_ms = floor.step_ms(batch.prompts, args.max_new_tokens);
+    let samples = batch.samples.iter().map(|completion| {
+        let tokens: Vec<u32> = completion.token_ids.iter().copied().take(16).collect();
+        json!({ "prompt_tokens": completion.prompt_token_ids.len(), "first_token_ids": tokens })
+    });
+    let stages = batch.profile.iter().map(|time| {
+        let name = time.stage.map_or("step", |stage| stage.name());
+        json!({ "stage": name, "ms": time.ms, "nodes": time.nodes })
+    });
+    json!({
+        "capture_cudagraph": !args.no_capture_cudagraph,
+        "lora_adapter": null,
+        "n_prompts": batch.prompts,
+        "n_decoded_tokens": tokens as u64,
+        "wall_times_s": batch.wall_s,
+        "median_wall_s": median_wall,
+        "best_wall_s": best,
+        "decode_tps_median": tokens / median_wall,
+        "decode_tps_best": tokens / best,
+        "max_new_tokens": args.max_new_tokens,
+        "sampling": args.sampling_report().unwrap_or_default(),
+        "page_size": args.page_size,
+        "prefill_ms": median(&batch.prefill_ms),
+        "step_ms": batch.step_ms,
+        "floor_ms": floor_ms,
+        "percent_of_floor": floor_ms.map(|floor| 100.0 * floor / batch.step_ms),
+        "stages": stages.collect::<Vec<_>>(),
+        "token_checksum": batch.checksum,
+        "sample_completions": samples.collect::<Vec<_>>(),
+    })
+}
+
+pub(super) fn table(device: &str, load_s: f64, peak: Option<u64>, reports: &[Value]) -> String {
+    let mut out = format!("{device}, ready in {load_s:.2} s");
+    if let Some(peak) = peak {
+        let _ = write!(out, ", {:.2} GB of device memory", peak as f64 / 1e9);
+    }
+    out += "\n\n";
+    out += "prompts  tok/s median    best  prefill ms  step ms  floor ms  % of floor  tokens\n";
+    let number = |report: &Value, key: &str| report[key].as_f64().unwrap_or(f64::NAN);
+    for report in reports {
+        let _ = writeln!(
+            out,
+            "{:>7}  {:>12.0}  {:>6.0}  {:>10.1}  {:>7.3}  {:>8.3}  {:>10.1}  {}",
+            report["n_prompts"],
+            number(report, "decode_tps_median"),
+            number(report, "decode_tps_best"),
+            number(report, "prefill_ms"),
+            number(report, "step_ms"),
+            number(report, "floor_ms"),
+            number(report, "percent_of_floor"),
+            report["token_checksum"].as_str().unwrap_or_default(),
+        );
+    }
+    let stages = |report: &Value| report["stages"].as_array().cloned().unwrap_or_default();
+    if let Some(first) = reports.first().map(&stages).filter(|stages| !stages.is_empty()) {
+        out += "\nmilliseconds of a decode step by stage, each alone in a graph\nprompts";
+        for stage in &first {
+            let _ = write!(out, "  {:>10}", stage["stage"].as_str().unwrap_or_default());
+        }
+        for report in reports {
+            let _ = write!(out, "\n{:>7}", report["n_prompts"]);
+            for stage in stages(report) {
+                let _ = write!(out, "  {:>10.4}", number(&stage, "ms"));
+            }
+        }
+        out.push('\n');
+    }
+    out
+}
