@@ -1,13 +1,15 @@
 //! A runner on an NVIDIA GPU that works one step ahead of what the host has seen.
 //!
 //! ```text
-//!   submit: page copies, page-table rows ─▶ packed step for prompts ─▶ decode graph ─▶ read-back, event
+//!   submit: page copies, page-table rows ─▶ packed step, or decode graph ─▶ read-back, event
 //!   collect: wait for the oldest event, read page-locked memory
 //! ```
 //!
 //! Everything is queued on one stream in the order of submission. The input token of a decode row is the one that
 //! the GPU sampled last for its slot, so the next step can be queued before the host knows the token. While the batch
 //! stays the same, a decode step uploads nothing: the graph moves positions and tokens on by itself.
+//!
+//! A step with prompts takes its decode rows along in the packed pass: all products then read the weights once for both.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -23,7 +25,7 @@ use qwen3_model::{
 use crate::Error;
 use crate::adapters::PolicyUpdate;
 use crate::pool::{PoolLimits, PoolSettings};
-use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Step};
+use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Sampling, Step};
 
 /// Steps submitted and not collected: one that runs and one that waits for it.
 const MAX_IN_FLIGHT: usize = 2;
@@ -44,6 +46,9 @@ pub struct CudaSettings {
     pub capture: bool,
     /// Where pristine copies of adapted weights live.
     pub pristine: PristineCopy,
+    /// Whether a step's prompts and decode rows share one pass over the weights; without, the decode rows follow in a pass of
+    /// their own, which replays their graph. For measurements and tests.
+    pub mixed_steps: bool,
 }
 
 impl Default for CudaSettings {
@@ -52,6 +57,7 @@ impl Default for CudaSettings {
             ordinal: 0,
             capture: true,
             pristine: PristineCopy::default(),
+            mixed_steps: false,
         }
     }
 }
@@ -81,7 +87,10 @@ pub struct CudaRunner {
     /// Weights held twice because of adapters.
     adapter_bytes: u64,
     pending: VecDeque<Pending>,
+    mixed_steps: bool,
     chunks: Vec<SequenceChunk>,
+    token_ids: Vec<u32>,
+    sampling: Vec<Sampling>,
     rows: Vec<DecodeRow>,
 }
 
@@ -134,7 +143,8 @@ impl CudaRunner {
         };
         let shape = pool.resolve(config, &limits)?;
         let options = CudaOptions {
-            max_tokens: shape.max_prefill_tokens,
+            // Prompts, and a row for each sequence that decodes beside them.
+            max_tokens: shape.max_prefill_tokens.saturating_add(shape.max_batch_size),
             max_batch_size: shape.max_batch_size,
             max_seq_length: shape.max_seq_length,
             n_pages: shape.n_pages,
@@ -170,7 +180,10 @@ impl CudaRunner {
             free_at_start: free,
             adapter_bytes: 0,
             pending: VecDeque::new(),
+            mixed_steps: settings.mixed_steps,
             chunks: Vec::new(),
+            token_ids: Vec::new(),
+            sampling: Vec::new(),
             rows: Vec::new(),
         };
         if settings.capture {
@@ -208,6 +221,42 @@ impl CudaRunner {
             .map_err(qwen3_model::Error::from)?
             .free as u64;
         Ok(self.free_at_start.saturating_sub(free))
+    }
+
+    /// Queues the pass of a step's prompts and of the first `together` decode rows. Gives the number of sampled rows.
+    fn submit_packed(&mut self, step: &Step, together: usize, pages: &PageTable) -> Result<usize, Error> {
+        let (tokens, sequences, rows) = (step.token_ids.len(), step.prefill.len(), together);
+        let _span = tracing::debug_span!("prefill", tokens, sequences, rows).entered();
+        let decoding = &step.decode[..together];
+        self.chunks.clear();
+        self.chunks.extend(step.prefill.iter().map(|chunk| SequenceChunk {
+            slot: chunk.slot,
+            start: chunk.start,
+            len: chunk.len,
+            wants_logits: chunk.sample.is_some(),
+        }));
+        self.chunks.extend(decoding.iter().map(|row| SequenceChunk {
+            slot: row.slot,
+            start: row.position,
+            len: 1,
+            wants_logits: true,
+        }));
+        self.token_ids.clear();
+        self.token_ids.extend_from_slice(&step.token_ids);
+        // Theirs are on the device; these are not looked at.
+        self.token_ids.resize(tokens + together, 0);
+        self.sampling.clear();
+        self.sampling
+            .extend(step.prefill.iter().filter_map(|chunk| chunk.sample));
+        self.sampling.extend(decoding.iter().map(|row| row.sampling));
+        let batch = StepBatch {
+            token_ids: &self.token_ids,
+            chunks: &self.chunks,
+        };
+        let plan = self
+            .planner
+            .plan(self.backend.config(), &batch, pages, LogitRows::Wanted)?;
+        Ok(self.backend.prefill_and_decode(&plan, together, &self.sampling)?)
     }
 
     fn error(&self, reason: &str) -> Error {
@@ -257,30 +306,19 @@ impl Runner for CudaRunner {
                 .set_token_states(tokens.slot.index(), &tokens.states)?;
         }
         let mut sampled = 0;
+        // Rows that go through the pass of the prompts.
+        let mut together = 0;
         if !step.prefill.is_empty() {
-            let (tokens, sequences) = (step.token_ids.len(), step.prefill.len());
-            let _span = tracing::debug_span!("prefill", tokens, sequences).entered();
-            self.chunks.clear();
-            self.chunks.extend(step.prefill.iter().map(|chunk| SequenceChunk {
-                slot: chunk.slot,
-                start: chunk.start,
-                len: chunk.len,
-                wants_logits: chunk.sample.is_some(),
-            }));
-            let batch = StepBatch {
-                token_ids: &step.token_ids,
-                chunks: &self.chunks,
-            };
-            let plan = self
-                .planner
-                .plan(self.backend.config(), &batch, pages, LogitRows::Wanted)?;
-            let sampling: Vec<_> = step.prefill.iter().filter_map(|chunk| chunk.sample).collect();
-            sampled = self.backend.prefill(&plan, &sampling)?;
+            if self.mixed_steps {
+                together = step.decode.len();
+            }
+            sampled = self.submit_packed(step, together, pages)?;
         }
-        let rows = step.decode.len();
+        let alone = &step.decode[together..];
+        let rows = alone.len();
         let _span = (rows > 0).then(|| tracing::debug_span!("decode", rows).entered());
         self.rows.clear();
-        self.rows.extend(step.decode.iter().map(|row| DecodeRow {
+        self.rows.extend(alone.iter().map(|row| DecodeRow {
             slot: row.slot.index(),
             position: row.position,
             sampling: row.sampling,

@@ -173,6 +173,7 @@ fn open_cuda(
         ordinal,
         capture: !settings.eager,
         pristine: settings.pristine,
+        ..CudaSettings::default()
     };
     let runner = CudaRunner::open(config, WeightSource::Given(&weights), &settings.pool, &cuda)?;
     Ok((Box::new(runner), weights.is_quantized()))

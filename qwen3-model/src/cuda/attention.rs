@@ -2,6 +2,8 @@
 //!
 //! Packed steps send a list of tiles with their inputs; decode steps make their work list on the
 //! device, from slots and positions that a replayed graph moves on. All layers of a step share it.
+//! A packed step with rows that decode has both: tiles for the chunks of prompts, a work list for those
+//! rows, so that their long contexts are cut into pieces for the whole device.
 
 use block_mask::cuda::{
     AttentionShape, DecodeArgs, DecodeAttention, DecodeLimits, DecodeOptions, Functions, PrefillArgs,
@@ -106,11 +108,12 @@ impl Attention {
         })
     }
 
-    /// Sends the tiles of a packed step.
-    pub(crate) fn prepare(&mut self, stream: &Stream, plan: &StepPlan<'_>) -> Result<()> {
+    /// Sends the tiles of a packed step, but for its last `continued` chunks.
+    pub(crate) fn prepare(&mut self, stream: &Stream, plan: &StepPlan<'_>, continued: usize) -> Result<()> {
         self.chunks.clear();
         let mut q_start = 0;
-        for chunk in plan.chunks() {
+        let chunks = plan.chunks();
+        for chunk in &chunks[..chunks.len().saturating_sub(continued)] {
             self.chunks.push(PrefillChunk {
                 slot: chunk.slot,
                 q_start,
@@ -137,7 +140,7 @@ impl Attention {
         Ok(())
     }
 
-    /// Attention of the packed step that was prepared last.
+    /// Attention of the chunks of the packed step that was prepared last.
     pub(crate) fn packed(&self, stream: &Stream, of: &Operands<'_>) -> Result<()> {
         let args = PrefillArgs {
             q: of.qkv,

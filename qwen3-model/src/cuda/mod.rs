@@ -5,7 +5,8 @@
 //! steps share the buffers and the [`walk`] over the layers:
 //!
 //! ```text
-//!   packed step   prompts, any mix of chunks      inputs uploaded, kernels launched one by one
+//!   packed step   prompts, any mix of chunks,     inputs uploaded, kernels launched one by one
+//!                 and one token for each of n rows
 //!   decode step   one token for each of n rows    one graph launch, n padded to a bucket:
 //!
 //!       last_token[slot] ─▶ embed ─▶ layers ─▶ head ─▶ sample ─▶ last_token[slot], positions + 1
@@ -155,8 +156,13 @@ pub enum WeightSource<'a> {
 /// The rows that operations of the layer walk work on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rows {
-    /// `tokens` rows of [`PackedInputs`], the logits of `wanted` of them.
-    Packed { tokens: usize, wanted: usize },
+    /// `tokens` rows of [`PackedInputs`], the logits of `wanted` of them. The last `continued` rows are the next tokens
+    /// of sequences that decode.
+    Packed {
+        tokens: usize,
+        wanted: usize,
+        continued: usize,
+    },
     /// A bucket of [`DecodeInputs`]; the logits of all.
     Decode { bucket: usize },
 }
@@ -200,6 +206,8 @@ pub struct CudaBackend {
     results: Results,
     buckets: BucketSet,
     rows: Rows,
+    /// Rows at the end of the packed step to come that decode.
+    continued: usize,
     /// The one stage that a profile run keeps.
     only: Option<Stage>,
     /// Logits that were read back, `[wanted, vocab]`.
@@ -270,7 +278,12 @@ impl CudaBackend {
             asked: [Vec::new(), Vec::new()],
             sampled: Sampled::new(&stream, options.max_batch_size)?,
             results: Results::new(device, options.max_batch_size)?,
-            rows: Rows::Packed { tokens: 0, wanted: 0 },
+            rows: Rows::Packed {
+                tokens: 0,
+                wanted: 0,
+                continued: 0,
+            },
+            continued: 0,
             only: None,
             host_logits: Vec::new(),
             config,
@@ -412,6 +425,32 @@ impl CudaBackend {
         }
         self.asked[0] = sampling.iter().map(|sampling| sampling.top_logprobs).collect();
         Ok(rows)
+    }
+
+    /// As [`prefill`](Self::prefill), with the next tokens of sequences in the same pass over the weights: the last
+    /// `continued` chunks have one token each, whose id is not that of the plan but the one sampled last for the slot. Their
+    /// attention is that of a decode step.
+    ///
+    /// # Errors
+    /// As for `prefill`; [`Error::Option`] if one of these chunks has more than one token. Panics: none.
+    pub fn prefill_and_decode(
+        &mut self,
+        plan: &StepPlan<'_>,
+        continued: usize,
+        sampling: &[Sampling],
+    ) -> Result<usize> {
+        let chunks = plan.chunks();
+        let first = chunks.len().checked_sub(continued);
+        if first.is_none_or(|first| chunks[first..].iter().any(|chunk| chunk.len != 1)) {
+            return Err(Error::Option {
+                option: "continued",
+                problem: format!("is {continued}; so many chunks of one token at the end are not there"),
+            });
+        }
+        self.continued = continued;
+        let sampled = self.prefill(plan, sampling);
+        self.continued = 0;
+        sampled
     }
 
     /// Queues a decode step: the next token of each of `rows`, from the token sampled last for its slot. Replays the

@@ -1,6 +1,8 @@
 //! The operations of the layer walk on the GPU: each takes its slices of the workspace for the rows of
 //! the present step and gives one or two launches to the stream.
 
+use std::ops::Range;
+
 use cuda_graphs::MatmulDims;
 use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{KvLayout, PageCopy};
@@ -138,11 +140,19 @@ impl Backend for CudaBackend {
         }
         self.staging.begin()?;
         self.packed.upload(&self.stream, &mut self.staging, plan)?;
-        self.attention.prepare(&self.stream, plan)?;
+        let continued = self.continued;
+        self.attention.prepare(&self.stream, plan, continued)?;
         self.staging.end(&self.stream)?;
+        if continued > 0 {
+            let decoding = tokens - continued..tokens;
+            let slots = self.packed.slots.slice(decoding.clone())?;
+            let positions = self.packed.positions.slice(decoding)?;
+            self.attention.plan_decode(&self.stream, slots, positions)?;
+        }
         self.rows = Rows::Packed {
             tokens,
             wanted: plan.logit_rows().len(),
+            continued,
         };
         Ok(())
     }
@@ -151,22 +161,35 @@ impl Backend for CudaBackend {
         if self.skips(Stage::Embed) {
             return Ok(());
         }
-        let rows = self.n_rows();
-        let tokens = match self.rows {
-            Rows::Packed { tokens, .. } => TokenSource::Ids(self.packed.token_ids.slice(..tokens)?),
+        let hidden = self.config.hidden_size;
+        let embed = |rows: Range<usize>, from: TokenSource<'_>| match rows.is_empty() {
+            true => Ok(()),
+            false => {
+                let residual = self
+                    .workspace
+                    .residual
+                    .slice(rows.start * hidden..rows.end * hidden)?;
+                self.kernels
+                    .embed(&self.stream, self.weights.embed.as_slice(), from, residual)
+            }
+        };
+        let last_token = self.last_token.as_slice();
+        match self.rows {
+            Rows::Packed {
+                tokens, continued, ..
+            } => {
+                let given = tokens - continued;
+                embed(0..given, TokenSource::Ids(self.packed.token_ids.slice(..given)?))?;
+                let slots = self.packed.slots.slice(given..tokens)?;
+                embed(given..tokens, TokenSource::Last { slots, last_token })
+            }
             Rows::Decode { bucket } => {
                 // The list of attention's work is the same for all layers.
                 let (slots, positions) = (self.decode.slots(bucket)?, self.decode.positions(bucket)?);
                 self.attention.plan_decode(&self.stream, slots, positions)?;
-                TokenSource::Last {
-                    slots,
-                    last_token: self.last_token.as_slice(),
-                }
+                embed(0..bucket, TokenSource::Last { slots, last_token })
             }
-        };
-        let residual = self.workspace.residual.slice(..rows * self.config.hidden_size)?;
-        self.kernels
-            .embed(&self.stream, self.weights.embed.as_slice(), tokens, residual)
+        }
     }
 
     fn rms_norm(&mut self, layer: usize, norm: Norm) -> Result<()> {
@@ -305,7 +328,21 @@ impl Backend for CudaBackend {
             out: self.workspace.mixed.slice(..rows * self.config.q_size())?,
         };
         match self.rows {
-            Rows::Packed { .. } => self.attention.packed(&self.stream, &operands),
+            Rows::Packed {
+                tokens, continued, ..
+            } => {
+                self.attention.packed(&self.stream, &operands)?;
+                if continued == 0 {
+                    return Ok(());
+                }
+                let (config, given) = (&self.config, tokens - continued);
+                let decoding = Operands {
+                    qkv: operands.qkv.slice(given * config.qkv_size()..)?,
+                    out: operands.out.slice(given * config.q_size()..)?,
+                    ..operands
+                };
+                self.attention.decode(&self.stream, continued, &decoding)
+            }
             Rows::Decode { bucket } => self.attention.decode(&self.stream, bucket, &operands),
         }
     }

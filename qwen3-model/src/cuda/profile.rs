@@ -1,13 +1,14 @@
-//! Where the time of a decode step goes.
+//! Where the time of a decode step goes, and how fast the device multiplies.
 //!
 //! Each kind of operation is captured alone, over all layers, and its graph replayed between two
 //! events: what it costs in a graph, kernel boundaries included, without the gaps that launching
 //! kernels one by one would add.
 
-use cuda_graphs::{Capture, Event};
+use cuda_graphs::{Capture, DeviceBuffer, Event, MatmulDims};
+use half::bf16;
 
 use super::{CudaBackend, DecodeRow};
-use crate::{Error, FusedMatrix, Result};
+use crate::{Error, FusedMatrix, Result, random};
 
 /// Replays that are timed, of which the median counts.
 const REPLAYS: usize = 15;
@@ -146,5 +147,35 @@ impl CudaBackend {
         }
         times.sort_by(f64::total_cmp);
         Ok((times[REPLAYS / 2], graph.nodes()))
+    }
+
+    /// Floating-point operations per second of a product of random bf16 matrices of `[n, n]`, on the stream and with the
+    /// algorithms of the model's own products: what a prefill can be held against. Takes `6 n²` bytes meanwhile. Waits.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`], also for too little memory. Panics: none.
+    pub fn matrix_rate(&self, n: usize) -> Result<f64> {
+        let (stream, device) = (&self.stream, self.stream.device());
+        let quantiles = DeviceBuffer::from_slice(stream, random::quantiles().as_slice())?;
+        let [x, w, y] = [(); 3].map(|()| DeviceBuffer::<bf16>::zeroed(device, n * n));
+        let (x, w, y) = (x?, w?, y?);
+        for (matrix, number) in [(&x, 1), (&w, 2)] {
+            self.kernels
+                .random_matrix(stream, matrix.as_slice(), &quantiles, number)?;
+        }
+        let dims = MatmulDims { m: n, n, k: n };
+        let multiply = || self.matmul.multiply(dims, &x, &w, &y, None);
+        // The first one chooses an algorithm; the rest warm the device up as a prefill does.
+        for _ in 0..REPLAYS {
+            multiply()?;
+        }
+        let (start, end) = (Event::new(device)?, Event::new(device)?);
+        stream.record(&start)?;
+        for _ in 0..REPLAYS {
+            multiply()?;
+        }
+        stream.record(&end)?;
+        let seconds = f64::from(start.elapsed_ms(&end)?) / 1e3;
+        Ok(2.0 * (n as f64).powi(3) * REPLAYS as f64 / seconds)
     }
 }

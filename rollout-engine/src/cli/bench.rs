@@ -9,6 +9,7 @@ mod args;
 mod arrivals;
 mod floor;
 mod open;
+mod prefill;
 mod profile;
 mod refresh;
 mod report;
@@ -59,6 +60,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         ordinal,
         capture: !args.no_capture_cudagraph,
         pristine: args.lora_pristine,
+        mixed_steps: CudaSettings::default().mixed_steps && !args.separate_decode,
     };
     let pool = pool(args, largest);
     let begin = Instant::now();
@@ -94,11 +96,21 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         }
     }
     let peak = runner.memory_used()?;
+    let matrix_rate = match args.no_profile {
+        true => None,
+        false => Some(
+            runner
+                .backend()
+                .matrix_rate(prefill::MATRIX)
+                .map_err(Error::from)?,
+        ),
+    };
     let floor = Floor::new(&device, &config, memory.weight_bytes);
     let reports: Vec<Value> = measured
         .iter()
         .map(|batch| {
             let mut report = report(args, batch, &floor);
+            prefill::add_rates(&mut report, &config, batch.prompts, matrix_rate);
             report["backend"] = json!(backend);
             report["device"] = json!(device);
             report["commit"] = json!(option_env!("ROLLOUT_COMMIT"));
@@ -118,6 +130,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         })
         .collect();
     write_stdout(&table(&device, load_s, Some(peak), &reports))?;
+    write_stdout(&prefill::table(&reports))?;
     if let (Some(refresh), Some(rank)) = (&refresh, args.lora_rank) {
         write_stdout(&format!(
             "refresh of rank {rank} on all projections: {:.2} ms, of which writing weights {:.2} ms (median of {REFRESHES})\n",
@@ -130,10 +143,16 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
 /// With the limits that were asked for.
 fn scheduler<R: Runner>(args: &BenchArgs, runner: R) -> Result<Scheduler<R>, CliError> {
     let mut scheduler = Scheduler::new(runner, Vec::new())?;
-    match args.mixed_prefill_tokens {
-        Some(tokens) => scheduler.set_mixed_prefill_tokens(tokens),
-        None if args.arrival_rate.is_some() => scheduler.favor_latency(),
-        None => {}
+    match args.mixed_prefill_tokens[..] {
+        [] if args.arrival_rate.is_some() => scheduler.favor_latency(),
+        [] => {}
+        [tokens] => scheduler.set_mixed_prefill_tokens(tokens),
+        _ if args.arrival_rate.is_some() => {}
+        _ => {
+            return Err(CliError::Usage(
+                "several numbers for --mixed-prefill-tokens need --arrival-rate".into(),
+            ));
+        }
     }
     Ok(scheduler)
 }
@@ -200,12 +219,22 @@ fn serve_arrivals<R: Runner>(
     backend: &str,
     load_s: f64,
 ) -> Result<(), CliError> {
-    let (mut report, text) = arrivals::measure(args, rate, scheduler, config.vocab_size)?;
     let device = scheduler.device();
-    write_stdout(&format!("{device}, ready in {load_s:.2} s\n\n{text}"))?;
-    report["backend"] = json!(backend);
-    report["device"] = json!(device);
-    report["commit"] = json!(option_env!("ROLLOUT_COMMIT"));
-    report["load_s"] = json!(load_s);
-    write_reports(args, vec![report])
+    write_stdout(&format!("{device}, ready in {load_s:.2} s\n"))?;
+    let mut reports = Vec::new();
+    let budgets = match args.mixed_prefill_tokens.is_empty() {
+        true => vec![scheduler.mixed_prefill_tokens()],
+        false => args.mixed_prefill_tokens.clone(),
+    };
+    for tokens in budgets {
+        scheduler.set_mixed_prefill_tokens(tokens);
+        let (mut report, text) = arrivals::measure(args, rate, scheduler, config.vocab_size)?;
+        write_stdout(&format!("\n{text}"))?;
+        report["backend"] = json!(backend);
+        report["device"] = json!(device);
+        report["commit"] = json!(option_env!("ROLLOUT_COMMIT"));
+        report["load_s"] = json!(load_s);
+        reports.push(report);
+    }
+    write_reports(args, reports)
 }

@@ -56,9 +56,14 @@ pub(in crate::cli) struct BenchArgs {
     pub(super) max_prefill_tokens: Option<usize>,
 
     /// Most prompt tokens of a step in which other sequences decode, in tokens; more where more sequences wait to start
-    /// than decode. Default: the device's choice with --arrival-rate, otherwise no limit.
-    #[arg(long, value_name = "N", value_parser = positive)]
-    pub(super) mixed_prefill_tokens: Option<usize>,
+    /// than decode. Several, such as 128,256, are measured one after the other with --arrival-rate. Default: the device's
+    /// choice with --arrival-rate, otherwise no limit.
+    #[arg(long, value_name = "N,N,…", value_delimiter = ',', value_parser = positive)]
+    pub(super) mixed_prefill_tokens: Vec<usize>,
+
+    /// Compute the decode rows of a step with prompts in a pass of their own, which reads all weights again.
+    #[arg(long)]
+    pub(super) separate_decode: bool,
 
     /// Let prompts arrive at random, so many a second on average, and report the times to first tokens and between tokens.
     #[arg(long, value_name = "R", value_parser = rate, conflicts_with_all = ["batches", "lora_rank"])]
@@ -103,7 +108,7 @@ pub(in crate::cli) struct BenchArgs {
     #[arg(long)]
     pub(super) no_profile: bool,
 
-    /// Write all numbers to this file as JSON: an object, or a list of objects with --batches.
+    /// Write all numbers to this file as JSON: an object, or a list of objects with --batches or several budgets.
     #[arg(long, value_name = "FILE")]
     pub(super) stats_path: Option<PathBuf>,
 

@@ -16,7 +16,7 @@ pub(super) fn write_reports(args: &BenchArgs, mut reports: Vec<Value>) -> Result
     let Some(path) = &args.stats_path else {
         return Ok(());
     };
-    let value = if args.batches.is_empty() {
+    let value = if args.batches.is_empty() && reports.len() == 1 {
         reports.remove(0)
     } else {
         Value::Array(reports)
