@@ -4,8 +4,14 @@
 //   block        |      full       | diagonal |  never visited
 //   keys     0 ──┴─────────────────┴──────────┴──────────────
 //                 plain(j): no mask   limit per row
+//
+// Compile-time: COUNT_BLOCKS (1: every block of keys that a tile brings is counted, for tests).
 #pragma once
 #include "prefill_attention.cuh"
+
+#ifndef COUNT_BLOCKS
+#define COUNT_BLOCKS 0
+#endif
 
 // Made by the host, longest first.
 struct PrefillTile {
@@ -28,7 +34,15 @@ struct PrefillParams {
   int heads, group, window;
   float scale;
   const Captures* captures;  // null without functions
+  u32* visited;              // one counter for all tiles, with COUNT_BLOCKS
 };
+
+// To be called by one thread for each block of keys that it has brought.
+__device__ __forceinline__ void count_block(const PrefillParams& p) {
+#if COUNT_BLOCKS
+  atomicAdd(p.visited, 1u);
+#endif
+}
 
 struct CausalSource {
   typedef ConsecutiveBlock Block;
@@ -45,6 +59,7 @@ struct CausalSource {
   __device__ __forceinline__ Block fetch(int j) const {
     Block b;
     b.first = (first_block + j) * BLOCK_N;
+    if (COUNT_BLOCKS && threadIdx.x == 0) count_block(p);
 #pragma unroll
     for (int i = 0; i < N_GRANULES; i++) {
       const int token = b.logical(i);

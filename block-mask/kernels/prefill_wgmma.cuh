@@ -109,6 +109,7 @@ struct KeyLoader {
     const RingPlace at(n);
     barrier_wait(rings.k_empty(at.slot), at.parity ^ 1);
     load(p.k, place, kv_head, rings.k + at.slot * KV_BYTES, rings.k_full(at.slot));
+    if (COUNT_BLOCKS && lane == 0) count_block(p.prefill);
   }
 
   // `real`: keys of the block that exist; the rows after them become zeros before the block counts as full.

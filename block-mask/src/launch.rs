@@ -87,6 +87,7 @@ struct PrefillParams {
     window: i32,
     scale: f32,
     captures: u64,
+    visited: u64,
 }
 
 /// A tile of the kernels prefill_attention and prefill_wgmma.
@@ -111,7 +112,6 @@ struct PrefillWgmmaParams {
     prefill: PrefillParams,
     kv_heads: i32,
     units: i32,
-    reserved: [i32; 2],
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -429,6 +429,8 @@ pub(crate) struct Prefill<'a> {
     pub(crate) window: Option<usize>,
     pub(crate) scale: f32,
     pub(crate) captures: u64,
+    /// A counter of visited blocks, for a kernel that counts.
+    pub(crate) visited: Option<DeviceSlice<'a, u32>>,
     pub(crate) threads: u32,
     pub(crate) shared_bytes: u32,
 }
@@ -447,6 +449,10 @@ fn prefill_params(kernel: &Kernel, stream: &Stream, of: &Prefill<'_>) -> Result<
         here(kernel, stream, "lse", lse)?;
         at_least("lse", of.tokens * shape.heads, lse.len())?;
     }
+    if let Some(visited) = of.visited {
+        here(kernel, stream, "visited", visited)?;
+        at_least("visited", 1, visited.len())?;
+    }
     Ok(PrefillParams {
         q: of.q.ptr(),
         k: of.k.ptr(),
@@ -464,6 +470,7 @@ fn prefill_params(kernel: &Kernel, stream: &Stream, of: &Prefill<'_>) -> Result<
             .map_or(0, |window| window.clamp(1, i32::MAX as usize) as i32),
         scale: of.scale,
         captures: of.captures,
+        visited: of.visited.map_or(0, |visited| visited.ptr()),
     })
 }
 
@@ -511,7 +518,6 @@ pub(crate) fn prefill_wgmma(
         prefill,
         kv_heads: shape.kv_heads as i32,
         units,
-        reserved: [0; 2],
     };
     let blocks = (units as u32).min(kernel.device().info().multiprocessors.max(1));
     let config = LaunchConfig::new(blocks, of.threads).dynamic_shared_bytes(of.shared_bytes);

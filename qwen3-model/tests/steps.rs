@@ -316,6 +316,42 @@ fn a_table_of_another_size_and_a_step_too_large_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
+    /// Pieces of any length of any sequences in every step: whole prompts, first and later pieces, single next tokens.
+    #[test]
+    fn a_packed_step_gives_each_piece_the_bits_that_its_sequence_has_alone(
+        lens in prop::collection::vec(1usize..24, 1..6),
+        cuts in prop::collection::vec((0usize..6, 1usize..12, any::<bool>()), 1..40),
+    ) {
+        let mut model = small();
+        let vocab = model.config().vocab_size;
+        let sequences: Vec<_> = lens.iter().enumerate().map(|(i, &len)| ids(len, i)).collect();
+        let whole: Vec<_> = sequences.iter().map(|ids| alone(&mut model, ids)).collect();
+        let mut table = table(&options(PAGES, 4), lens.len());
+        let slots = slots(&mut table, lens.len());
+        let mut done = vec![0; lens.len()];
+        // What the drawn pieces leave over follows token by token, all sequences together.
+        let rest = std::iter::repeat_n((0..lens.len()).map(|i| (i, 1, i + 1 == lens.len())), 24).flatten();
+        let mut step: Vec<(usize, usize)> = Vec::new();
+        for (i, len, send) in cuts.into_iter().map(|(i, len, send)| (i % lens.len(), len, send)).chain(rest) {
+            let len = len.min(lens[i] - done[i]);
+            if len > 0 && step.iter().all(|&(other, _)| other != i) {
+                step.push((i, len));
+            }
+            if !send || step.is_empty() {
+                continue;
+            }
+            let parts: Vec<_> = step.iter().map(|&(i, len)| (slots[i], &sequences[i][done[i]..][..len])).collect();
+            let got = extend(&mut model, &mut table, &parts, true);
+            let mut expected = Vec::new();
+            for (i, len) in step.drain(..) {
+                expected.extend_from_slice(&whole[i][done[i] * vocab..][..len * vocab]);
+                done[i] += len;
+            }
+            prop_assert_eq!(got, expected);
+        }
+        prop_assert_eq!(done, lens);
+    }
+
     /// Shapes as they occur and as they do not, against the model written down in f64.
     #[test]
     fn logits_agree_with_the_f64_model(

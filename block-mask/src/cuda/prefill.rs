@@ -6,7 +6,7 @@ use paged_kv::Slot;
 
 use super::prefill_tiles::Tiling;
 use super::shape::check_scale;
-use super::specs::prefill_spec;
+use super::specs::{counting_prefill_spec, prefill_spec};
 use super::{AttentionShape, CudaError, Functions, TileOptions};
 use crate::launch::{self, Prefill, PrefillTile, TableShape};
 
@@ -122,11 +122,7 @@ impl PrefillAttention {
         let max_tiles = (tokens / options.block_m).saturating_add(limits.max_chunks);
         let kernel = compiler
             .load(device, &prefill_spec(shape.head_dim, &options, &functions))?
-            .kernel(if options.warpgroup_products {
-                "prefill_wgmma"
-            } else {
-                "prefill_attention"
-            })?;
+            .kernel(kernel_name(&options))?;
         let stages = (0..STAGES)
             .map(|_| {
                 Ok((
@@ -237,6 +233,13 @@ impl PrefillAttention {
     }
 }
 
+fn kernel_name(options: &TileOptions) -> &'static str {
+    match options.warpgroup_products {
+        true => "prefill_wgmma",
+        false => "prefill_attention",
+    }
+}
+
 /// Refuses options whose tiles do not fit a block's shared memory.
 pub(super) fn check_shared(
     device: &Device,
@@ -287,6 +290,40 @@ impl PrefillPlan<'_> {
     /// # Errors
     /// [`CudaError::Mismatch`], [`CudaError::Misaligned`], [`CudaError::Cuda`]. Panics: none.
     pub fn run(&self, stream: &Stream, args: &PrefillArgs<'_>) -> Result<(), CudaError> {
+        self.launch(&self.attention.kernel, stream, args, None)
+    }
+
+    /// Attends with a form of the kernel that counts the blocks of keys that its tiles bring, all KV heads together; to be
+    /// held against [`blocks`](Self::blocks) and a block mask. Compiles, and waits: for tests.
+    ///
+    /// # Errors
+    /// As for [`run`](Self::run). Panics: none.
+    pub fn count_blocks(
+        &self,
+        compiler: &Compiler,
+        stream: &Stream,
+        args: &PrefillArgs<'_>,
+    ) -> Result<usize, CudaError> {
+        let of = self.attention;
+        let device = stream.device();
+        let kernel = compiler
+            .load(
+                device,
+                &counting_prefill_spec(of.shape.head_dim, &of.options, &of.functions),
+            )?
+            .kernel(kernel_name(&of.options))?;
+        let visited = DeviceBuffer::<u32>::zeroed(device, 1)?;
+        self.launch(&kernel, stream, args, Some(visited.as_slice()))?;
+        Ok(stream.download(&visited)?[0] as usize)
+    }
+
+    fn launch(
+        &self,
+        kernel: &Kernel,
+        stream: &Stream,
+        args: &PrefillArgs<'_>,
+        visited: Option<DeviceSlice<'_, u32>>,
+    ) -> Result<(), CudaError> {
         let of = self.attention;
         let prefill = Prefill {
             shape: of.shape,
@@ -306,13 +343,14 @@ impl PrefillPlan<'_> {
             window: of.window,
             scale: of.scale,
             captures: of.functions.captures(stream),
+            visited,
             threads: of.options.threads(),
             shared_bytes: of.options.shared_bytes(&of.shape) as u32,
         };
         if of.options.warpgroup_products {
-            launch::prefill_wgmma(&of.kernel, stream, &prefill, of.options.block_n)
+            launch::prefill_wgmma(kernel, stream, &prefill, of.options.block_n)
         } else {
-            launch::prefill_attention(&of.kernel, stream, &prefill)
+            launch::prefill_attention(kernel, stream, &prefill)
         }
     }
 }

@@ -38,6 +38,13 @@ fn headers() -> Vec<Header> {
 pub fn kernel_specs() -> Vec<KernelSpec> {
     let none = Functions::none();
     let mut specs = vec![decode_plan_spec()];
+    for options in [TileOptions::default(), TileOptions::warpgroups()] {
+        let options = TileOptions {
+            rows_guaranteed_safe: true,
+            ..options
+        };
+        specs.push(counting_prefill_spec(128, &options, &none));
+    }
     for head_dim in [64, 128] {
         let shape = |group| AttentionShape {
             heads: group,
@@ -151,6 +158,17 @@ pub(crate) fn prefill_spec(head_dim: usize, options: &TileOptions, functions: &F
         options,
         functions,
     )
+}
+
+/// A prefill kernel that counts the blocks of keys that it visits.
+pub(crate) fn counting_prefill_spec(
+    head_dim: usize,
+    options: &TileOptions,
+    functions: &Functions,
+) -> KernelSpec {
+    let mut spec = prefill_spec(head_dim, options, functions).define("COUNT_BLOCKS", 1);
+    spec.name = format!("{} counting", spec.name).into();
+    spec
 }
 
 pub(crate) fn flex_spec(head_dim: usize, options: &TileOptions, functions: &Functions) -> KernelSpec {
