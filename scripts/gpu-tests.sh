@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests and the examples that need an NVIDIA GPU and prints one summary.
+# Runs the tests, examples and benchmarks that need an NVIDIA GPU and prints one summary.
 #
 #   scripts/gpu-tests.sh [options]
 #     --bin DIR          run the test binaries in DIR instead of building with cargo
@@ -40,12 +40,12 @@ while [ $# -gt 0 ]; do
 done
 
 # Programs among the examples that compute on a GPU and check what they get.
-examples=(custom_mask_gpu graph_per_bucket)
+examples=(custom_mask_gpu graph_per_bucket hot_refresh)
 
-# Paths of the test binaries and examples that cargo builds, one a line.
+# Paths of the binaries of tests and benchmarks and of the examples that cargo builds, one a line.
 build() {
   local output example arguments=()
-  output=$(cargo test --release --workspace --features examples/cuda --lib --tests --no-run 2>&1) || {
+  output=$(cargo test --release --workspace --features examples/cuda,benches/cuda --lib --tests --bench on_gpu --no-run 2>&1) || {
     printf '%s\n' "$output" >&2
     return 1
   }
@@ -71,7 +71,7 @@ if [ -n "$collect" ]; then
     objcopy --strip-debug "$file" "$collect/$(basename "$file")" 2>/dev/null || cp "$file" "$collect/"
     chmod +x "$collect/$(basename "$file")"
   done
-  echo "${#binaries[@]} binaries of tests and examples in $collect"
+  echo "${#binaries[@]} binaries of tests, examples and benchmarks in $collect"
   exit 0
 fi
 
@@ -122,24 +122,30 @@ run() { # NAME BINARY [PREFIX...]
   fi
 }
 
-# An example passes if it ends well and does not say that it had no GPU.
-run_example() { # NAME BINARY
-  local name=$1 log=$logs/$1.log start=$SECONDS status state=ok
-  timeout "$timeout" "$2" >"$log" 2>&1
+# A program passes if it ends well and does not say that it had no GPU.
+run_program() { # NAME COMMAND...
+  local name=$1 log=$logs/${1// /-}.log start=$SECONDS status state=ok; shift
+  timeout "$timeout" "$@" >"$log" 2>&1
   status=$?
   if [ $status -ne 0 ]; then state="FAILED (exit $status)"; broken=$((broken + 1)) total_failed=$((total_failed + 1))
   elif grep -q '^No GPU' "$log"; then state="SKIPPED 1"; total_skipped=$((total_skipped + 1))
   else total_passed=$((total_passed + 1))
   fi
-  summary+=$(printf '%-44s %35d s  %s' "example $name" $((SECONDS - start)) "$state")$'\n'
-  echo "example $name: $state"
+  summary+=$(printf '%-44s %35d s  %s' "$name" $((SECONDS - start)) "$state")$'\n'
+  echo "$name: $state"
 }
 
 for binary in "${binaries[@]}"; do
   name=$(basename "$binary")
   case " ${examples[*]} " in
     *" $name "*)
-      if [ -z "$tools$filter" ]; then run_example "$name" "$binary"; fi
+      if [ -z "$tools$filter" ]; then run_program "example $name" "$binary"; fi
+      continue ;;
+  esac
+  case $name in
+    # Briefly: each asserts what it computes.
+    on_gpu-*)
+      if [ -z "$tools$filter" ]; then run_program "benchmarks $name" "$binary" --bench --quick --noplot; fi
       continue ;;
   esac
   # Tests marked `ignore` are those that need a GPU; a build without the feature `cuda` has none.

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # GRPO with TRL on the CPU: installs TRL and the openai package, builds and starts the server, checks both clients against
-# it, and trains an adapter for some tens of steps. VENV is the environment to use or make; STEPS the number of steps.
+# it, and trains an adapter for some tens of steps. Can be told by variables: VENV, the Python environment to use or make;
+# STEPS, the number of steps; ROLLOUT, a built command to use instead of building it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-target/trl-venv}
 steps=${STEPS:-40}
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r examples/trl/requirements.txt
-cargo build --quiet --release -p rollout-engine --bin rollout
-rollout=${CARGO_TARGET_DIR:-target}/release/rollout
+rollout=${ROLLOUT:-${CARGO_TARGET_DIR:-target}/release/rollout}
+[ -n "${ROLLOUT:-}" ] || cargo build --quiet --release --bin rollout
 
 work=$(mktemp -d)
 "$rollout" serve --device cpu --no-merge-lora --port 0 --allow-root "$work" --max-batch-size 128 --max-seq-length 256 \

@@ -69,10 +69,8 @@ fn attend(device: &Device, mask_mod: &MaskMod, score_mod: &ScoreMod) -> Result {
     let layer = cache.layer(0)?;
 
     // On the CPU, from the same pages.
-    let q: Vec<bf16> = wave(heads * LEN * 64, 0.37)
-        .into_iter()
-        .map(bf16::from_f32)
-        .collect();
+    let to_bf16 = |x: Vec<f32>| x.into_iter().map(bf16::from_f32).collect::<Vec<_>>();
+    let q = to_bf16(wave(heads * LEN * 64, 0.37));
     let q_f32: Vec<f32> = q.iter().map(|x| x.to_f32()).collect();
     let view = QueryView::batched(&q_f32, 1, heads, LEN, head_dim)?;
     let mut expected = vec![0.0; view.output_len()];

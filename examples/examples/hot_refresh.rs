@@ -1,4 +1,5 @@
-//! Refreshes an adapter between generations and in the middle of one, as a trainer does after an optimiser step.
+//! Refreshes an adapter between generations and in the middle of one, as a trainer does after an optimiser step. On a GPU
+//! the graphs that were captured at the start are replayed throughout: merged weights stay at their addresses.
 //!
 //! ```sh
 //! cargo run --release -p examples --example hot_refresh
@@ -7,7 +8,7 @@
 use std::path::Path;
 
 use lora_merge::Adapter;
-use rollout_engine::{Completion, DeviceChoice, Engine, Event, Request};
+use rollout_engine::{Completion, Engine, Event, Request};
 
 fn show(what: &str, completion: &Completion) {
     let policies: Vec<String> = completion
@@ -20,10 +21,8 @@ fn show(what: &str, completion: &Completion) {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/adapters/mult-r32");
-    let mut engine = Engine::builder()
-        .device(DeviceChoice::Cpu)
-        .max_batch_size(4)
-        .build()?;
+    let mut engine = Engine::builder().max_batch_size(4).build()?; // on a GPU, if there is one
+    println!("on {}", engine.scheduler().device());
     let requests = [Request::user("What is 23 times 45?").max_new_tokens(60)];
 
     let base = engine.generate(&requests)?.remove(0)?;

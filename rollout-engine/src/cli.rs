@@ -81,6 +81,12 @@ impl From<Error> for CliError {
     }
 }
 
+/// Tells that standard output was closed when the process began. The standard library puts the null device in its place,
+/// so that writing to it would lose the results and yet succeed; from now on it fails.
+pub fn stdout_was_closed() {
+    output::stdout_was_closed();
+}
+
 /// Runs the command with these arguments (the first is the program's name) and gives its exit code. Results go to
 /// standard output; errors go to standard error, in one line each.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
@@ -102,6 +108,15 @@ fn run_command(cli: &args::Cli) -> Result<(), CliError> {
         args::Command::Serve(args) => args.quiet(),
         _ => false,
     };
+    // Before the work, not after it.
+    match &cli.command {
+        args::Command::VerifyNoDrift(_) | args::Command::Quantize(_) | args::Command::Inspect(_) => {
+            output::stdout_is_open()?;
+        }
+        #[cfg(feature = "cuda")]
+        args::Command::Bench(_) => output::stdout_is_open()?,
+        _ => {}
+    }
     let trace = telemetry::start(cli.trace.as_deref(), !quiet && progress::is_shown())?;
     let result = match &cli.command {
         args::Command::Generate(args) => generate::run(args),

@@ -621,6 +621,40 @@ fn shell(dir: &Path, prefix: &str, arguments: &str, suffix: &str) -> Outcome {
 }
 
 #[test]
+#[cfg(unix)]
+fn a_standard_output_that_is_closed_is_an_error_where_something_would_be_written_to_it() {
+    let dir = folder();
+    write(dir.path(), "in.jsonl", "{\"prompt\": \"Count\"}\n");
+    for arguments in ["--prompts in.jsonl", "--prompts in.jsonl --output -"] {
+        for suffix in [">&-", "<&- >&-"] {
+            let outcome = shell(dir.path(), "", arguments, suffix);
+            assert_error(&outcome, 1, &["standard output is closed"], arguments);
+        }
+    }
+    for (arguments, suffix) in [
+        ("--output out.jsonl", ">&-"),
+        ("", "> /dev/null"),
+        ("", "<> /dev/null >&0"),
+    ] {
+        let outcome = shell(dir.path(), "", &format!("--prompts in.jsonl {arguments}"), suffix);
+        assert_eq!(
+            (outcome.code, outcome.stderr.as_str()),
+            (Some(0), ""),
+            "{arguments} {suffix}"
+        );
+    }
+    let script = format!("exec '{}' inspect >&-", env!("CARGO_BIN_EXE_rollout"));
+    let outcome = finish(
+        Command::new("sh")
+            .args(["-c", &script])
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("a shell"),
+    );
+    assert_error(&outcome, 1, &["standard output is closed"], "inspect");
+}
+
+#[test]
 #[cfg(target_os = "linux")]
 fn a_limit_on_the_size_of_files_leaves_whole_lines_and_is_an_error() {
     let dir = folder();

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::Serialize;
 use serde_json::Value;
@@ -12,6 +13,9 @@ use super::input::Job;
 use crate::adapters::PolicySpan;
 use crate::completion::{Completion, FinishReason, StopReason};
 use crate::runner::TokenLogprob;
+
+/// Whether standard output was closed when the process began. Since then it is open, onto nothing.
+static STDOUT_CLOSED: AtomicBool = AtomicBool::new(false);
 
 /// A line of the output file.
 #[derive(Serialize)]
@@ -56,6 +60,9 @@ pub(super) enum Target {
 impl Output {
     /// Opens the output file (emptying it) or standard output.
     pub(super) fn open(path: Option<&Path>, n_completions: usize) -> Result<Self, CliError> {
+        if path.is_none_or(|path| path == Path::new("-")) {
+            stdout_is_open()?;
+        }
         match path {
             None => Ok(Self::Text {
                 waiting: vec![None; n_completions],
@@ -178,8 +185,24 @@ fn pairs(top_logprobs: &[Vec<TokenLogprob>]) -> Option<Vec<Vec<(u32, f32)>>> {
     (!top_logprobs.is_empty()).then(|| top_logprobs.iter().map(pairs).collect())
 }
 
+/// From now on writing to standard output is an error.
+pub(super) fn stdout_was_closed() {
+    STDOUT_CLOSED.store(true, Ordering::Relaxed);
+}
+
+/// An error if what is written to standard output would be lost.
+pub(super) fn stdout_is_open() -> Result<(), CliError> {
+    match STDOUT_CLOSED.load(Ordering::Relaxed) {
+        true => Err(CliError::Failed(
+            "standard output is closed: what should be written there would be lost".into(),
+        )),
+        false => Ok(()),
+    }
+}
+
 /// Writes to standard output at once.
 pub(super) fn write_stdout(text: &str) -> Result<(), CliError> {
+    stdout_is_open()?;
     let written = match stdout_file() {
         // Nothing else of this process writes to it, so that std's own buffer is empty.
         Ok(mut file) => write_whole(&mut file, text.as_bytes()),

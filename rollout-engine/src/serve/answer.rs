@@ -1,12 +1,10 @@
-//! Answers as OpenAI's and vLLM's clients read them.
+//! Answers as OpenAI's and vLLM's clients read them, whole or in pieces.
 
 use serde::Serialize;
 
-use super::params::{Params, Reported};
-use super::settings::LogprobsMode;
+use super::logprobs::{Logprobs, LogprobsForm, TokenWriter, Tokens};
+use super::params::Params;
 use crate::completion::{Completion, FinishReason, StopReason};
-use crate::runner::{SampledToken, TokenLogprob};
-use crate::text::TextPipeline;
 
 /// The policy of an answer.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -36,321 +34,188 @@ impl Usage {
     }
 }
 
+/// Which of OpenAI's APIs is spoken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AnswerKind {
+    Completion,
+    Chat,
+}
+
+impl AnswerKind {
+    /// What ids of answers begin with.
+    pub(super) fn id_prefix(self) -> &'static str {
+        match self {
+            Self::Completion => "cmpl",
+            Self::Chat => "chatcmpl",
+        }
+    }
+
+    /// The field `object` of an answer, or of a piece of one.
+    pub(super) fn object(self, piece: bool) -> &'static str {
+        match (self, piece) {
+            (Self::Completion, _) => "text_completion",
+            (Self::Chat, false) => "chat.completion",
+            (Self::Chat, true) => "chat.completion.chunk",
+        }
+    }
+
+    /// The form of log-probabilities whose first token begins at `offset`.
+    pub(super) fn logprobs_form(self, offset: usize) -> LogprobsForm {
+        match self {
+            Self::Completion => LogprobsForm::Lists { offset },
+            Self::Chat => LogprobsForm::Entries,
+        }
+    }
+
+    /// A whole text.
+    pub(super) fn whole(self, text: &str) -> Content<'_> {
+        match self {
+            Self::Completion => Content::Text(text),
+            Self::Chat => Content::Message(Message {
+                role: Some("assistant"),
+                content: Some(text),
+            }),
+        }
+    }
+
+    /// A piece of a text; of a chat the first says whose it is.
+    pub(super) fn piece(self, text: &str, first: bool) -> Content<'_> {
+        match self {
+            Self::Completion => Content::Text(text),
+            Self::Chat => Content::Delta(Message {
+                role: first.then_some("assistant"),
+                content: (first || !text.is_empty()).then_some(text),
+            }),
+        }
+    }
+}
+
 /// Anything that is sent as a whole, or as one event of a stream.
 #[derive(Debug, Serialize)]
-pub(super) struct Envelope<'a, C> {
+pub(super) struct Envelope<'a> {
     pub(super) id: &'a str,
     pub(super) object: &'static str,
     pub(super) created: u64,
     pub(super) model: &'a str,
-    pub(super) choices: Vec<C>,
+    pub(super) choices: &'a [Choice<'a>],
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) usage: Option<Usage>,
     pub(super) policy: &'a PolicyReport,
 }
 
-/// `/v1/completions`, whole or a piece.
+/// A completion, or a piece of one.
 #[derive(Debug, Serialize)]
-pub(super) struct CompletionChoice {
+pub(super) struct Choice<'a> {
     pub(super) index: usize,
-    pub(super) text: String,
-    pub(super) logprobs: Option<CompletionLogprobs>,
+    /// `None` where answers have no text.
+    #[serde(flatten)]
+    pub(super) content: Option<Content<'a>>,
+    pub(super) logprobs: Option<Logprobs<'a>>,
     pub(super) finish_reason: Option<FinishReason>,
-    pub(super) stop_reason: Option<StopReason>,
+    pub(super) stop_reason: Option<&'a StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) token_ids: Option<Vec<u32>>,
+    pub(super) token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) prompt_token_ids: Option<Vec<u32>>,
+    pub(super) prompt_token_ids: Option<&'a [u32]>,
 }
 
-/// Three lists of one length, and where each token's text begins.
-#[derive(Debug, Default, Serialize)]
-pub(super) struct CompletionLogprobs {
-    pub(super) tokens: Vec<String>,
-    pub(super) token_logprobs: Vec<f32>,
-    pub(super) top_logprobs: Vec<NamedLogprobs>,
-    /// In characters.
-    pub(super) text_offset: Vec<usize>,
-}
-
-/// An object of token names and log-probabilities. Of tokens with the same name the first counts.
-#[derive(Debug, Default)]
-pub(super) struct NamedLogprobs(Vec<(String, f32)>);
-
-impl NamedLogprobs {
-    fn push(&mut self, name: String, logprob: f32) {
-        if self.0.iter().all(|(known, _)| *known != name) {
-            self.0.push((name, logprob));
-        }
-    }
-}
-
-impl Serialize for NamedLogprobs {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_map(self.0.iter().map(|(name, logprob)| (name, logprob)))
-    }
-}
-
-/// `/v1/chat/completions`, whole.
-#[derive(Debug, Serialize)]
-pub(super) struct ChatChoice {
-    pub(super) index: usize,
-    pub(super) message: ChatMessage,
-    pub(super) logprobs: Option<ChatLogprobs>,
-    pub(super) finish_reason: Option<FinishReason>,
-    pub(super) stop_reason: Option<StopReason>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) token_ids: Option<Vec<u32>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) prompt_token_ids: Option<Vec<u32>>,
-}
-
-#[derive(Debug, Serialize)]
-pub(super) struct ChatMessage {
-    pub(super) role: &'static str,
-    pub(super) content: String,
-}
-
-/// `/v1/chat/completions`, a piece.
-#[derive(Debug, Serialize)]
-pub(super) struct ChatPiece {
-    pub(super) index: usize,
-    pub(super) delta: ChatDelta,
-    pub(super) logprobs: Option<ChatLogprobs>,
-    pub(super) finish_reason: Option<FinishReason>,
-    pub(super) stop_reason: Option<StopReason>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) token_ids: Option<Vec<u32>>,
-}
-
-#[derive(Debug, Default, Serialize)]
-pub(super) struct ChatDelta {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) role: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) content: Option<String>,
-}
-
-#[derive(Debug, Default, Serialize)]
-pub(super) struct ChatLogprobs {
-    pub(super) content: Vec<ChatTokenLogprob>,
-}
-
-#[derive(Debug, Serialize)]
-pub(super) struct ChatTokenLogprob {
-    pub(super) token: String,
-    pub(super) logprob: f32,
-    /// `None` where the token is part of a character.
-    pub(super) bytes: Option<Vec<u8>>,
-    pub(super) top_logprobs: Vec<TopLogprob>,
-}
-
-#[derive(Debug, Serialize)]
-pub(super) struct TopLogprob {
-    pub(super) token: String,
-    pub(super) logprob: f32,
-    pub(super) bytes: Option<Vec<u8>>,
-}
-
-/// How tokens and their log-probabilities are written in the answers to one request.
-#[derive(Debug)]
-pub(super) struct TokenWriter<'a> {
-    pub(super) text: Option<&'a TextPipeline>,
-    pub(super) tokens_as_ids: bool,
-    /// Alternatives per token; `None` for no log-probabilities.
-    pub(super) alternatives: Option<usize>,
-    pub(super) reported: Reported,
-}
-
-impl<'a> TokenWriter<'a> {
-    pub(super) fn new(text: Option<&'a TextPipeline>, params: &Params, mode: LogprobsMode) -> Self {
+impl<'a> Choice<'a> {
+    /// A whole completion.
+    pub(super) fn whole(
+        index: usize,
+        completion: &'a Completion,
+        content: Option<Content<'a>>,
+        logprobs: Option<Logprobs<'a>>,
+        with_ids: bool,
+    ) -> Self {
         Self {
-            text,
-            tokens_as_ids: params.tokens_as_ids,
-            alternatives: params.logprobs,
-            reported: params.reported(mode),
+            index,
+            content,
+            logprobs,
+            finish_reason: Some(completion.finish_reason),
+            stop_reason: completion.stop_reason.as_ref(),
+            token_ids: with_ids.then_some(&completion.token_ids),
+            prompt_token_ids: with_ids.then_some(&completion.prompt_token_ids),
         }
-    }
-
-    fn name(&self, token: u32) -> String {
-        match self.text {
-            Some(text) if !self.tokens_as_ids => text.tokenizer().decode(&[token], false).unwrap_or_default(),
-            _ => format!("token_id:{token}"),
-        }
-    }
-
-    fn bytes(&self, name: &str) -> Option<Vec<u8>> {
-        (!self.tokens_as_ids && !name.contains(char::REPLACEMENT_CHARACTER)).then(|| name.as_bytes().to_vec())
-    }
-
-    /// Of the sampled token.
-    fn logprob(&self, token: &SampledToken) -> f32 {
-        match self.reported {
-            Reported::Policy => token.logprob,
-            Reported::Tempered(_) | Reported::SampledAlone => token.sampled_logprob,
-        }
-    }
-
-    /// The alternatives, the most likely first, and after them the sampled token if it is not among them.
-    fn top(&self, token: &SampledToken) -> Vec<(u32, f32)> {
-        let wanted = self.alternatives.unwrap_or(0);
-        let of = |other: &TokenLogprob| match self.reported {
-            Reported::Policy | Reported::SampledAlone => other.logprob,
-            // Both differ from the logit over the temperature by a constant.
-            Reported::Tempered(t) => (other.logprob - token.logprob) / t + token.sampled_logprob,
-        };
-        let mut top: Vec<_> = token
-            .top_logprobs
-            .iter()
-            .take(wanted)
-            .map(|other| (other.token, of(other)))
-            .filter(|(_, logprob)| logprob.is_finite())
-            .collect();
-        if !top.iter().any(|(id, _)| *id == token.token) {
-            top.push((token.token, self.logprob(token)));
-        }
-        top
-    }
-
-    /// Adds one token to the lists of a completion. `offset` is where its text begins, and is moved on.
-    pub(super) fn completion_logprobs(
-        &self,
-        token: &SampledToken,
-        lists: &mut CompletionLogprobs,
-        offset: &mut usize,
-    ) {
-        let name = self.name(token.token);
-        lists.text_offset.push(*offset);
-        if !self.tokens_as_ids {
-            *offset += name.chars().count();
-        }
-        let mut top = NamedLogprobs::default();
-        for (id, logprob) in self.top(token) {
-            top.push(self.name(id), logprob);
-        }
-        lists.tokens.push(name);
-        lists.token_logprobs.push(self.logprob(token));
-        lists.top_logprobs.push(top);
-    }
-
-    /// One token of a chat completion. Here `top_logprobs` holds as many as were asked for, with or without the sampled
-    /// token.
-    pub(super) fn chat_logprob(&self, token: &SampledToken) -> ChatTokenLogprob {
-        let name = self.name(token.token);
-        let top = self.top(token).into_iter().take(self.alternatives.unwrap_or(0));
-        let top_logprobs = top
-            .map(|(id, logprob)| {
-                let token = self.name(id);
-                let bytes = self.bytes(&token);
-                TopLogprob {
-                    token,
-                    logprob,
-                    bytes,
-                }
-            })
-            .collect();
-        ChatTokenLogprob {
-            bytes: self.bytes(&name),
-            token: name,
-            logprob: self.logprob(token),
-            top_logprobs,
-        }
-    }
-
-    /// All of a completion's, if they were asked for.
-    pub(super) fn completion(&self, completion: &Completion) -> Option<CompletionLogprobs> {
-        self.alternatives?;
-        let (mut lists, mut offset) = (CompletionLogprobs::default(), 0);
-        for token in tokens(completion) {
-            self.completion_logprobs(&token, &mut lists, &mut offset);
-        }
-        Some(lists)
-    }
-
-    /// As [`TokenWriter::completion`], for chats.
-    pub(super) fn chat(&self, completion: &Completion) -> Option<ChatLogprobs> {
-        self.alternatives?;
-        let content = tokens(completion)
-            .map(|token| self.chat_logprob(&token))
-            .collect();
-        Some(ChatLogprobs { content })
     }
 }
 
-fn tokens(completion: &Completion) -> impl Iterator<Item = SampledToken> + '_ {
-    (0..completion.token_ids.len()).map(|i| SampledToken {
-        token: completion.token_ids[i],
-        logprob: completion.logprobs[i],
-        sampled_logprob: completion.sampled_logprobs[i],
-        top_logprobs: completion.top_logprobs.get(i).cloned().unwrap_or_default(),
-    })
+/// The completions of an answer as choices of this kind.
+pub(super) fn choices<'a>(
+    completions: &'a [Completion],
+    kind: AnswerKind,
+    writer: TokenWriter<'a>,
+    params: &Params,
+) -> Vec<Choice<'a>> {
+    let choice = |(index, completion): (usize, &'a Completion)| {
+        let logprobs = writer.logprobs(Tokens::All(completion), kind.logprobs_form(0));
+        let content = kind.whole(&completion.text);
+        Choice::whole(
+            index,
+            completion,
+            Some(content),
+            logprobs,
+            params.return_token_ids,
+        )
+    };
+    completions.iter().enumerate().map(choice).collect()
+}
+
+/// What a choice says, under the name that its API has for it.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Content<'a> {
+    Text(&'a str),
+    Message(Message<'a>),
+    Delta(Message<'a>),
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct Message<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<&'a str>,
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn token() -> SampledToken {
-        // Policy: 0.5, 0.3, 0.2 for tokens 7, 8, 9; drawn: 9, at temperature 0.5.
-        let weights = [0.5f32, 0.3, 0.2].map(|p| p * p);
-        let sum: f32 = weights.iter().sum();
-        SampledToken {
-            token: 9,
-            logprob: 0.2f32.ln(),
-            sampled_logprob: (weights[2] / sum).ln(),
-            top_logprobs: vec![
-                TokenLogprob {
-                    token: 7,
-                    logprob: 0.5f32.ln(),
-                },
-                TokenLogprob {
-                    token: 8,
-                    logprob: 0.3f32.ln(),
-                },
-            ],
-        }
-    }
-
-    fn writer(reported: Reported, alternatives: usize) -> TokenWriter<'static> {
-        TokenWriter {
-            text: None,
-            tokens_as_ids: true,
-            alternatives: Some(alternatives),
-            reported,
-        }
-    }
+    use serde_json::json;
 
     #[test]
-    fn the_sampled_token_is_always_among_the_alternatives() {
-        let top = writer(Reported::Policy, 1).top(&token());
-        assert_eq!(top, [(7, 0.5f32.ln()), (9, 0.2f32.ln())]);
-        let top = writer(Reported::Policy, 0).top(&token());
-        assert_eq!(top, [(9, 0.2f32.ln())]);
+    fn what_a_choice_says_has_the_name_of_its_api() {
+        let written = |content| {
+            let choice = Choice {
+                index: 3,
+                content,
+                logprobs: None,
+                finish_reason: None,
+                stop_reason: None,
+                token_ids: None,
+                prompt_token_ids: None,
+            };
+            let text = serde_json::to_string(&choice).expect("JSON");
+            let rest = ",\"logprobs\":null,\"finish_reason\":null,\"stop_reason\":null}";
+            let middle = text
+                .strip_prefix("{\"index\":3")
+                .and_then(|text| text.strip_suffix(rest));
+            middle.unwrap_or_else(|| panic!("{text}")).to_string()
+        };
         assert_eq!(
-            writer(Reported::Policy, 1)
-                .chat_logprob(&token())
-                .top_logprobs
-                .len(),
-            1
+            written(Some(AnswerKind::Completion.whole("a"))),
+            ",\"text\":\"a\""
         );
-    }
-
-    #[test]
-    fn tempered_alternatives_are_those_of_the_tempered_distribution() {
-        let top = writer(Reported::Tempered(0.5), 2).top(&token());
-        for ((_, logprob), p) in top.iter().zip([0.25f32 / 0.38, 0.09 / 0.38, 0.04 / 0.38]) {
-            assert!((logprob - p.ln()).abs() < 1e-6, "{logprob} {p}");
-        }
-    }
-
-    #[test]
-    fn lists_have_one_length() {
-        let (mut lists, mut offset) = (CompletionLogprobs::default(), 0);
-        for _ in 0..3 {
-            writer(Reported::Policy, 2).completion_logprobs(&token(), &mut lists, &mut offset);
-        }
-        assert_eq!(lists.tokens, ["token_id:9"; 3]);
-        assert_eq!((lists.token_logprobs.len(), lists.top_logprobs.len()), (3, 3));
-        assert_eq!(lists.top_logprobs[0].0.len(), 3);
+        assert_eq!(
+            written(Some(AnswerKind::Chat.whole("a"))),
+            ",\"message\":{\"role\":\"assistant\",\"content\":\"a\"}"
+        );
+        assert_eq!(
+            written(Some(AnswerKind::Chat.piece("", true))),
+            ",\"delta\":{\"role\":\"assistant\",\"content\":\"\"}"
+        );
+        assert_eq!(written(Some(AnswerKind::Chat.piece("", false))), ",\"delta\":{}");
+        assert_eq!(written(None), "");
+        assert_eq!(json!(Usage::new(2, 3))["total_tokens"], 5);
     }
 }

@@ -9,7 +9,9 @@ use qwen3_model::Qwen3Config;
 use super::answer::PolicyReport;
 use super::error::ApiError;
 use super::handle::{EngineHandle, RunningJob};
+use super::logprobs::TokenWriter;
 use super::metrics::Metrics;
+use super::names::TokenNames;
 use super::params::Params;
 use super::policy::{Policies, Policy};
 use super::settings::ServeSettings;
@@ -42,6 +44,7 @@ pub(super) struct App {
     pub(super) engine: EngineHandle,
     pub(super) shared: Arc<Shared>,
     pub(super) metrics: Metrics,
+    names: TokenNames,
     /// Seconds since 1970 at the start.
     pub(super) created: u64,
     next_id: AtomicU64,
@@ -54,6 +57,15 @@ pub(super) struct Answer {
     pub(super) policy: PolicyReport,
 }
 
+impl Answer {
+    pub(super) fn completion_tokens(&self) -> usize {
+        self.completions
+            .iter()
+            .map(|completion| completion.token_ids.len())
+            .sum()
+    }
+}
+
 impl App {
     pub(super) fn new(
         settings: ServeSettings,
@@ -64,6 +76,7 @@ impl App {
     ) -> Self {
         Self {
             settings,
+            names: TokenNames::new(model.text.clone()),
             model,
             policies,
             engine,
@@ -78,6 +91,11 @@ impl App {
     pub(super) fn answer_id(&self, prefix: &str) -> String {
         let number = self.next_id.fetch_add(1, Ordering::Relaxed);
         format!("{prefix}-{:x}-{:x}-{number:x}", std::process::id(), self.created)
+    }
+
+    /// Writes the tokens of a request's answers.
+    pub(super) fn token_writer(&self, params: &Params) -> TokenWriter<'_> {
+        TokenWriter::new(&self.names, params, self.settings.logprobs_mode)
     }
 
     /// The token ids of prompts, on a thread where that may take long.

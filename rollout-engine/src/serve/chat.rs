@@ -3,18 +3,16 @@
 use std::sync::Arc;
 
 use axum::extract::{Request, State};
-use axum::http::StatusCode;
 use axum::response::Response;
 use serde_json::{Map, Value};
 
-use super::answer::{ChatChoice, ChatMessage, Envelope, TokenWriter, Usage};
-use super::app::{App, now};
+use super::answer::AnswerKind;
+use super::app::App;
 use super::body;
-use super::error::{ApiError, json_response};
+use super::error::ApiError;
 use super::fields::Fields;
 use super::params::{Dialect, Params};
-use super::stream::{self, StreamKind};
-use super::with_policy_header;
+use super::reply::reply;
 use crate::request::{ChatPrompt, Prompt};
 
 pub(super) async fn chat_completions(
@@ -30,44 +28,7 @@ pub(super) async fn chat_completions(
     fields.neutral("tool_choice", |value| value == "auto" || value == "none")?;
     fields.finish()?;
     let prompts = app.encode(vec![Prompt::Chat(chat)]).await?;
-    let prompt_tokens = prompts.iter().map(Vec::len).sum();
-    let job = app.submit(policy, prompts, &params)?;
-    if params.stream {
-        return stream::response(&app, job, StreamKind::Chat, params, prompt_tokens).await;
-    }
-    let answer = app.finished(job).await?;
-    let writer = TokenWriter::new(app.model.text.as_deref(), &params, mode);
-    let completion_tokens = answer.completions.iter().map(|c| c.token_ids.len()).sum();
-    let choices = answer
-        .completions
-        .into_iter()
-        .enumerate()
-        .map(|(index, completion)| {
-            let logprobs = writer.chat(&completion);
-            ChatChoice {
-                index,
-                message: ChatMessage {
-                    role: "assistant",
-                    content: completion.text,
-                },
-                logprobs,
-                finish_reason: Some(completion.finish_reason),
-                stop_reason: completion.stop_reason,
-                token_ids: params.return_token_ids.then_some(completion.token_ids),
-                prompt_token_ids: params.return_token_ids.then_some(completion.prompt_token_ids),
-            }
-        });
-    let envelope = Envelope {
-        id: &app.answer_id("chatcmpl"),
-        object: "chat.completion",
-        created: now(),
-        model: &answer.policy.name,
-        choices: choices.collect(),
-        usage: Some(Usage::new(prompt_tokens, completion_tokens)),
-        policy: &answer.policy,
-    };
-    let response = json_response(StatusCode::OK, &envelope);
-    Ok(with_policy_header(response, &answer.policy))
+    reply(&app, AnswerKind::Chat, policy, prompts, params).await
 }
 
 /// Takes a conversation and what else its template reads.

@@ -7,10 +7,11 @@ use axum::http::StatusCode;
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use super::answer::TokenWriter;
+use super::answer::{Choice, Usage};
 use super::app::App;
 use super::body;
 use super::error::{ApiError, json_response};
+use super::logprobs::{LogprobsForm, Tokens};
 use super::params::{Dialect, Params};
 use super::with_policy_header;
 
@@ -30,30 +31,21 @@ pub(super) async fn generate(State(app): State<Arc<App>>, request: Request) -> R
     let prompt_tokens = prompt.len();
     let job = app.submit(policy, vec![prompt], &params)?;
     let answer = app.finished(job).await?;
-    let writer = TokenWriter::new(None, &params, mode);
-    let completion_tokens: usize = answer.completions.iter().map(|c| c.token_ids.len()).sum();
-    let choices: Vec<_> = answer
-        .completions
-        .iter()
-        .enumerate()
-        .map(|(index, completion)| {
-            json!({
-                "index": index,
-                "token_ids": completion.token_ids,
-                "logprobs": writer.chat(completion),
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
-            })
-        })
-        .collect();
+    let writer = app.token_writer(&params);
+    let choice = |(index, completion)| {
+        let logprobs = writer.logprobs(Tokens::All(completion), LogprobsForm::Entries);
+        let choice = Choice::whole(index, completion, None, logprobs, true);
+        // The client has the prompt.
+        Choice {
+            prompt_token_ids: None,
+            ..choice
+        }
+    };
+    let choices: Vec<_> = answer.completions.iter().enumerate().map(choice).collect();
     let body = json!({
         "request_id": app.answer_id("generate-tokens"),
         "choices": choices,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        },
+        "usage": Usage::new(prompt_tokens, answer.completion_tokens()),
         "policy": answer.policy,
     });
     Ok(with_policy_header(

@@ -11,13 +11,11 @@ use axum::response::Response;
 use hyper::body::Frame;
 use serde::Serialize;
 
-use super::answer::{
-    ChatDelta, ChatLogprobs, ChatPiece, CompletionChoice, CompletionLogprobs, Envelope, PolicyReport,
-    TokenWriter, Usage,
-};
+use super::answer::{AnswerKind, Choice, Envelope, PolicyReport, Usage};
 use super::app::{App, now};
 use super::error::ApiError;
 use super::handle::RunningJob;
+use super::logprobs::Tokens;
 use super::params::Params;
 use super::text::TextStream;
 use super::with_policy_header;
@@ -28,22 +26,16 @@ use crate::runner::SampledToken;
 /// A frame is sent on when it has so many bytes, even if more events are there.
 const FRAME_BYTES: usize = 64 << 10;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum StreamKind {
-    Completion,
-    Chat,
-}
-
 /// Waits until the job has started (errors before that have a status of their own), then streams it.
 pub(super) async fn response(
     app: &Arc<App>,
     mut job: RunningJob,
-    kind: StreamKind,
+    kind: AnswerKind,
     params: Params,
     prompt_tokens: usize,
 ) -> Result<Response, ApiError> {
     let policy = app.started(&mut job).await?;
-    let choices = (0..job.completions).map(|_| Choice {
+    let choices = (0..job.completions).map(|_| Progress {
         text: TextStream::new(app.model.text.clone(), stops(&params)),
         offset: 0,
         begun: false,
@@ -53,10 +45,7 @@ pub(super) async fn response(
         app: app.clone(),
         job,
         kind,
-        id: app.answer_id(match kind {
-            StreamKind::Completion => "cmpl",
-            StreamKind::Chat => "chatcmpl",
-        }),
+        id: app.answer_id(kind.id_prefix()),
         created: now(),
         policy: policy.clone(),
         usage: Usage::new(prompt_tokens, 0),
@@ -81,8 +70,9 @@ fn stops(params: &Params) -> Vec<String> {
     }
 }
 
+/// How far a completion has been sent.
 #[derive(Debug)]
-struct Choice {
+struct Progress {
     text: TextStream,
     /// Characters of the tokens so far.
     offset: usize,
@@ -95,13 +85,13 @@ struct Choice {
 struct Events {
     app: Arc<App>,
     job: RunningJob,
-    kind: StreamKind,
+    kind: AnswerKind,
     id: String,
     created: u64,
     policy: PolicyReport,
     usage: Usage,
     params: Params,
-    choices: Vec<Choice>,
+    choices: Vec<Progress>,
     over: bool,
 }
 
@@ -145,7 +135,7 @@ impl Events {
             None => {
                 if self.params.include_usage {
                     let usage = Some(Usage::new(self.usage.prompt_tokens, self.usage.completion_tokens));
-                    self.envelope::<CompletionChoice>(Vec::new(), usage, out);
+                    self.envelope(&[], usage, out);
                 }
                 out.extend_from_slice(b"data: [DONE]\n\n");
                 self.over = true;
@@ -177,65 +167,32 @@ impl Events {
         out: &mut Vec<u8>,
     ) {
         let app = self.app.clone();
-        let writer = TokenWriter::new(
-            app.model.text.as_deref(),
-            &self.params,
-            app.settings.logprobs_mode,
-        );
-        let token_ids = self
-            .params
-            .return_token_ids
-            .then(|| token.map(|token| token.token).into_iter().collect());
-        let finish_reason = end.map(|completion| completion.finish_reason);
-        let stop_reason = end.and_then(|completion| completion.stop_reason.clone());
-        let logged = token.filter(|_| self.params.logprobs.is_some());
-        let choice = &mut self.choices[index];
-        let first = !std::mem::replace(&mut choice.begun, true);
-        match self.kind {
-            StreamKind::Completion => {
-                let logprobs = logged.map(|token| {
-                    let mut lists = CompletionLogprobs::default();
-                    writer.completion_logprobs(token, &mut lists, &mut choice.offset);
-                    lists
-                });
-                let piece = CompletionChoice {
-                    index,
-                    text,
-                    logprobs,
-                    finish_reason,
-                    stop_reason,
-                    token_ids,
-                    prompt_token_ids: None,
-                };
-                self.envelope(vec![piece], None, out);
-            }
-            StreamKind::Chat => {
-                let logprobs = logged.map(|token| ChatLogprobs {
-                    content: vec![writer.chat_logprob(token)],
-                });
-                let piece = ChatPiece {
-                    index,
-                    delta: ChatDelta {
-                        role: first.then_some("assistant"),
-                        content: (first || !text.is_empty()).then_some(text),
-                    },
-                    logprobs,
-                    finish_reason,
-                    stop_reason,
-                    token_ids,
-                };
-                self.envelope(vec![piece], None, out);
-            }
+        let writer = app.token_writer(&self.params);
+        let progress = &mut self.choices[index];
+        let first = !std::mem::replace(&mut progress.begun, true);
+        let offset = progress.offset;
+        let logprobs =
+            token.and_then(|token| writer.logprobs(Tokens::One(token), self.kind.logprobs_form(offset)));
+        if let (Some(token), Some(_)) = (token, &logprobs) {
+            progress.offset += writer.chars(token.token);
         }
+        let ids = token.map_or(&[][..], |token| std::slice::from_ref(&token.token));
+        let choice = Choice {
+            index,
+            content: Some(self.kind.piece(&text, first)),
+            logprobs,
+            finish_reason: end.map(|completion| completion.finish_reason),
+            stop_reason: end.and_then(|completion| completion.stop_reason.as_ref()),
+            token_ids: self.params.return_token_ids.then_some(ids),
+            prompt_token_ids: None,
+        };
+        self.envelope(&[choice], None, out);
     }
 
-    fn envelope<C: Serialize>(&self, choices: Vec<C>, usage: Option<Usage>, out: &mut Vec<u8>) {
+    fn envelope(&self, choices: &[Choice<'_>], usage: Option<Usage>, out: &mut Vec<u8>) {
         let envelope = Envelope {
             id: &self.id,
-            object: match self.kind {
-                StreamKind::Completion => "text_completion",
-                StreamKind::Chat => "chat.completion.chunk",
-            },
+            object: self.kind.object(true),
             created: self.created,
             model: &self.policy.name,
             choices,

@@ -10,7 +10,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lora_merge::PolicyVersion;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
@@ -26,6 +26,10 @@ use crate::completion::{Completion, Event, RequestId};
 use crate::engine::Engine;
 use crate::request::{Request, SamplingParams};
 use crate::runner::SampledToken;
+
+/// An engine without work waits for more requests until none has come for `ARRIVAL_GAP`, at most `ARRIVAL_LIMIT`.
+const ARRIVAL_GAP: Duration = Duration::from_micros(500);
+const ARRIVAL_LIMIT: Duration = Duration::from_millis(4);
 
 /// Names one job of a server.
 pub(super) type JobId = u64;
@@ -185,10 +189,9 @@ impl Worker {
                     Some(command) => self.handle(command),
                     None => break,
                 }
+                self.gather();
             }
-            while let Ok(command) = self.commands.try_recv() {
-                self.handle(command);
-            }
+            self.take_commands();
             if self.pause == Pause::Off && !self.stopped {
                 self.admit();
             }
@@ -207,6 +210,28 @@ impl Worker {
         }
         self.fail_all(&ApiError::unavailable("the server is shutting down"));
         self.publish();
+    }
+
+    /// Handles what has come. Whether anything has.
+    fn take_commands(&mut self) -> bool {
+        let mut any = false;
+        while let Ok(command) = self.commands.try_recv() {
+            self.handle(command);
+            any = true;
+        }
+        any
+    }
+
+    /// Waits for the rest of a burst. Clients that send many requests at once need a few milliseconds for it; prompts that
+    /// miss the first step are computed later beside decoding, which costs everyone more than this wait.
+    fn gather(&mut self) {
+        let end = Instant::now() + ARRIVAL_LIMIT;
+        while self.has_work() && !self.stopped && Instant::now() < end {
+            std::thread::sleep(ARRIVAL_GAP);
+            if !self.take_commands() {
+                return;
+            }
+        }
     }
 
     fn has_work(&self) -> bool {

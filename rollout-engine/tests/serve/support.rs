@@ -261,6 +261,11 @@ pub(crate) fn fake_over(inner: FakeRunner, change: impl FnOnce(&mut ServeSetting
 }
 
 pub(crate) fn start(server: Server, gate: Gate) -> Running {
+    start_on(server, gate, "http")
+}
+
+/// On threads of this name.
+pub(crate) fn start_on(server: Server, gate: Gate, threads: &'static str) -> Running {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     listener.set_nonblocking(true).expect("settable");
     let address = listener.local_addr().expect("bound");
@@ -268,6 +273,7 @@ pub(crate) fn start(server: Server, gate: Gate) -> Running {
     let thread = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
+            .thread_name(threads)
             .enable_all()
             .build()
             .expect("a runtime");
