@@ -33,6 +33,8 @@ pub struct ResourceUsage {
 /// parameters (0x19) counts the gap before an aligned first one, too.
 const ATTRIBUTE_PARAMETER: u8 = 0x17;
 const PARAMETER_SIZE_SHIFT: u32 = 18;
+/// The same for parameters too large for the bits above the shift: the size has a word of its own.
+const ATTRIBUTE_LARGE_PARAMETER: u8 = 0x45;
 const ATTRIBUTE_FRAME_BYTES: u8 = 0x11;
 const ATTRIBUTE_REGISTERS: u8 = 0x2f;
 /// `.nv.info` entries that carry their value in the header instead of after it.
@@ -83,11 +85,14 @@ pub fn resource_usage(cubin: &[u8], log: &str) -> Result<Vec<ResourceUsage>> {
             .and_then(|name| usage.get_mut(name))
         {
             for (attribute, value) in attributes(elf.data(section)?) {
-                if attribute == ATTRIBUTE_PARAMETER
-                    && let Some(description) = word(value, 8)
-                {
+                let shift = match attribute {
+                    ATTRIBUTE_PARAMETER => PARAMETER_SIZE_SHIFT,
+                    ATTRIBUTE_LARGE_PARAMETER => 0,
+                    _ => continue,
+                };
+                if let Some(description) = word(value, 8) {
                     of.parameters += 1;
-                    of.parameter_bytes += description >> PARAMETER_SIZE_SHIFT;
+                    of.parameter_bytes += description >> shift;
                 }
             }
         }

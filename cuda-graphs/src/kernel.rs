@@ -14,8 +14,8 @@ use crate::driver::{cu, version_text};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
-/// Largest parameter struct of a kernel, in bytes.
-pub const MAX_PARAMETER_BYTES: usize = 4096;
+/// Largest parameter struct of a kernel, in bytes: what devices of compute capability 7.0 and later take from CUDA 12.1 on.
+pub const MAX_PARAMETER_BYTES: usize = 32_764;
 /// Dynamic shared memory a kernel may have without asking for more.
 const SHARED_WITHOUT_OPT_IN: u32 = 48 * 1024;
 /// Largest cluster that every device with clusters supports.

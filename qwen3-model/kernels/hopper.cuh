@@ -27,6 +27,24 @@ __device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
         "@!done bra again;\n"
         "}\n" ::"r"(at), "r"(parity) : "memory");
 }
+__device__ __forceinline__ bool barrier_reached(u32 at, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n" : "=r"(done) : "r"(at), "r"(parity) : "memory");
+    return done != 0;
+}
+__device__ __forceinline__ void store_shared_release(u32 at, u32 value) {
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ u32 load_shared_acquire(u32 at) {
+    u32 value;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+    return value;
+}
 __device__ __forceinline__ void fetch_map(const void* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -35,16 +53,32 @@ __device__ __forceinline__ void copy_box3(u32 to, const void* map, u32 x, u32 y,
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
         ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
 }
+// The same for what is read once: the first to leave the L2 cache.
+__device__ __forceinline__ void copy_box3_once(u32 to, const void* map, u32 x, u32 y, u32 z, u32 barrier) {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], "
+        "[%5], %6;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy) : "memory");
+}
 // Orders accesses of the threads before it with those of the copy engine after it.
 __device__ __forceinline__ void fence_copy_engine() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// Makes what this thread wrote, or saw other threads of its block write before a barrier, visible to whoever sees the count.
 __device__ __forceinline__ void signal(u32* counter) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
+// Until the counter has reached `target`, counted with overflow.
 __device__ __forceinline__ void wait_for(const u32* counter, u32 target) {
     u32 seen;
     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-    while (seen < target);
+    while ((int)(seen - target) < 0);
+}
+// Adds 1 and returns what it was, ordered with what this thread saw before and does after.
+__device__ __forceinline__ u32 arrive(u32* counter) {
+    u32 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }
 // Reads what other blocks of the same launch wrote: past the L1 cache.
 __device__ __forceinline__ float load_fresh(const float* p) {
@@ -53,6 +87,36 @@ __device__ __forceinline__ float load_fresh(const float* p) {
     return value;
 }
 
+__device__ __forceinline__ float2 load_fresh(const float2* p) {
+    float2 value;
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "l"(p) : "memory");
+    return value;
+}
+__device__ __forceinline__ u32 load_fresh(const u32* p) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+// Reads what nobody writes during the launch, once: not kept in the L1 cache.
+__device__ __forceinline__ uint4 load_once(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+// Transposes a matrix of 8 by 8 values of 16 bits, a pair a lane.
+__device__ __forceinline__ u32 transpose(u32 pair) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+    return r;
+}
+// 2^x with an error of 2 ulp; of -inf exactly 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
 __device__ __forceinline__ void load_matrix4(u32 at, u32 (&r)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));

@@ -8,23 +8,17 @@
 //   place(row) = page_table[slots[row], positions[row] / page_size] * page_size
 //              + positions[row] % page_size
 //
-// One warp per (row, head). A lane holds PAIRS neighbouring elements of the lower half of the head
-// and the PAIRS elements HEAD_DIM / 2 further on, which is the pairing of the rotation:
-//
-//   lane        0        1                31        0             31
-//   element  [0 .. P) [P .. 2P)  ..  [31P .. 32P) | [32P ..  ..  64P)      P = HEAD_DIM / 64
-//             `-------- lower half ---------'       `- upper half -'
+// One warp per (row, head); see rope.cuh for which lane holds what.
 //
 // A row whose page is not mapped (-1), or whose position lies past the table, writes nothing: that
 // is a row which ran one step past its end. A padded row has slot 0, whose row of the page table is
 // all 0, and position 0: it can reach page 0 alone.
-#include "common.cuh"
-
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
 #endif
+#include "rope.cuh"
+
 #define ROPE_WARPS 8
-#define PAIRS (HEAD_DIM / 64)
 
 struct QkvRopeWriteParams {
     const u16* qkv;
@@ -90,22 +84,8 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     const bool is_v = head >= p.q_heads + p.kv_heads;
 
     if (!is_v) {
-        float squares = 0.f;
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) squares += a[i] * a[i] + b[i] * b[i];
-        const float scale = 1.f / sqrtf(warp_sum(squares) / (float)HEAD_DIM + p.eps);
-        const float* weight = is_q ? p.q_norm : p.k_norm;
         const u32 angle = position < p.n_positions ? position : p.n_positions - 1;
-        const float* rotation = p.cos_sin + (u64)angle * HEAD_DIM;
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const float x = a[i] * scale * weight[low + i];
-            const float y = b[i] * scale * weight[high + i];
-            const float c = rotation[low + i];
-            const float s = rotation[high + i];
-            a[i] = x * c - y * s;
-            b[i] = y * c + x * s;
-        }
+        norm_and_rotate(a, b, load_rotation(is_q ? p.q_norm : p.k_norm, p.cos_sin + (u64)angle * HEAD_DIM, lane), p.eps);
     }
 
     if (is_q) {

@@ -7,7 +7,7 @@
 //! All of them may start before their predecessor in the stream has ended (programmatic dependent
 //! launch) and wait for it themselves.
 
-mod decode_layer;
+mod decode_layers;
 
 use bytemuck::{Pod, Zeroable};
 use cuda_graphs::{
@@ -20,8 +20,8 @@ mod four_bit;
 mod sample;
 mod unmerged;
 
-pub use decode_layer::{
-    DecodeLayer, DecodeLayerOp, LayerStage, MAX_BLOCKS, MAX_ROWS, MAX_STAGES, StageOutput,
+pub use decode_layers::{
+    DecodeLayers, DecodeLayersOp, DecodeLayersScratch, LayerOperands, LayersShape, MAX_BLOCKS, MAX_ROWS,
 };
 pub use four_bit::{FOUR_BIT_BLOCK, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
 pub use sample::{Sample, SampleRow, SampleScratch};
@@ -44,6 +44,7 @@ const BIAS_THREADS: usize = 256;
 pub const HEAD_DIMS: [usize; 2] = [64, 128];
 
 const COMMON: Header = Header::new("common.cuh", include_str!("../kernels/common.cuh"));
+const ROPE: Header = Header::new("rope.cuh", include_str!("../kernels/rope.cuh"));
 
 fn spec(name: impl Into<String>, source: &'static str) -> KernelSpec {
     KernelSpec::new(name.into(), source).headers([COMMON])
@@ -64,6 +65,7 @@ fn rope_spec(head_dim: usize) -> KernelSpec {
         format!("qkv_rope_write<{head_dim}>"),
         include_str!("../kernels/qkv_rope_write.cu"),
     )
+    .headers([ROPE])
     .define("HEAD_DIM", head_dim)
     .entry("qkv_rope_write", Limits::registers(40))
 }
@@ -96,7 +98,7 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
         .chain(norms)
         .chain(ropes)
         .chain(others)
-        .chain(decode_layer::specs())
+        .chain(decode_layers::specs())
         .collect()
 }
 

@@ -25,7 +25,7 @@
 mod adapters;
 mod attention;
 mod biases;
-mod decode_layer;
+mod decode_layers;
 mod four_bit;
 mod hashes;
 mod inputs;
@@ -55,7 +55,7 @@ use crate::sampling::{Sampling, TokenState};
 use crate::{Backend, Error, Projection, QuantType, Qwen3Config, Result, StepPlan, Weights, walk};
 use adapters::Adapters;
 use attention::Attention;
-use decode_layer::LayerKernel;
+use decode_layers::LayerKernel;
 use four_bit::FourBit;
 use inputs::{DecodeInputs, PackedInputs, Sampled, SampledBy};
 use results::Results;
@@ -232,7 +232,7 @@ impl CudaBackend {
         let stream = Stream::new(device)?;
         let matmul = Matmul::new(&stream)?;
         let attention = Attention::new(&stream, compiler, &config, &options)?;
-        let layer_kernel = LayerKernel::new(device, compiler, &config)?;
+        let layer_kernel = LayerKernel::new(device, compiler, &config, &options)?;
         let layout = KvLayout {
             n_layers: config.n_layers,
             kv_heads: config.n_kv_heads,

@@ -186,7 +186,9 @@ impl Backend for CudaBackend {
             Rows::Decode { bucket } => {
                 // The list of attention's work is the same for all layers.
                 let (slots, positions) = (self.decode.slots(bucket)?, self.decode.positions(bucket)?);
-                self.attention.plan_decode(&self.stream, slots, positions)?;
+                if !self.in_layers() {
+                    self.attention.plan_decode(&self.stream, slots, positions)?;
+                }
                 embed(0..bucket, TokenSource::Last { slots, last_token })
             }
         }
@@ -222,8 +224,7 @@ impl Backend for CudaBackend {
     fn project(&mut self, layer: usize, matrix: FusedMatrix) -> Result<()> {
         if self.in_layers() {
             return match (layer, matrix) {
-                (0, FusedMatrix::Qkv) if !self.skips(Stage::Qkv) => self.first_product(),
-                (_, FusedMatrix::O) if !self.skips(Stage::Layer) => self.layer_products(layer),
+                (0, FusedMatrix::Qkv) if !self.skips(Stage::Layer) => self.all_layers(),
                 _ => Ok(()),
             };
         }
@@ -282,7 +283,7 @@ impl Backend for CudaBackend {
     }
 
     fn qk_norm_rope_write(&mut self, layer: usize) -> Result<()> {
-        if self.skips(Stage::Rope) {
+        if self.skips(Stage::Rope) || self.in_layers() {
             return Ok(());
         }
         let rows = self.n_rows();
@@ -316,7 +317,7 @@ impl Backend for CudaBackend {
     }
 
     fn attention(&mut self, layer: usize) -> Result<()> {
-        if self.skips(Stage::Attention) {
+        if self.skips(Stage::Attention) || self.in_layers() {
             return Ok(());
         }
         let rows = self.n_rows();

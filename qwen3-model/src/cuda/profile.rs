@@ -35,7 +35,7 @@ pub enum Stage {
     SiluMul,
     /// Down product.
     Down,
-    /// All products but the first, and what lies between them, where one kernel per layer does them.
+    /// All layers and the head, where one kernel does them.
     Layer,
     /// Final norm and output head.
     Head,

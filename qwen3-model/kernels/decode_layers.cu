@@ -1,20 +1,19 @@
-// The matrix products of a decoder layer between two attentions, and what lies between them, in one
-// launch, for few rows:
+// The layers of a decode step of few rows, in one launch:
 //
-//   mixed ─ O ─▶ residual += ─▶ post-attention norm ─ gate+up ─▶ silu·mul ─ down ─▶ residual += ─▶
-//   next layer's input norm ─ QKV ─▶ qkv          (after the last layer: final norm ─ head ─▶ logits)
+//   normed ─ QKV ─▶ q/k norm, rotation, cache, attention ─▶ mixed ─ O ─▶ residual += ─▶ post-attention norm ─ gate+up ─▶
+//   silu·mul ─ down ─▶ residual += ─▶ next layer's input norm ─ QKV ─▶ ...      (after the last layer: final norm ─ head ─▶ logits)
 //
 // Why one launch: reading the weights once is the floor of a decode step, and weights do not depend on
 // activations. A kernel per matrix leaves memory idle at each boundary for about 5 us: the last sums,
 // the end of the grid, the start of the next, the first loads. Here the copies into shared memory go on
-// over the boundaries between the stages, since only activations wait there, and over the boundary to
-// the launch before: the rings are filled before the wait for the predecessor.
+// over the boundaries between the stages, since only activations wait there.
 //
 // Who does what. There is one block per multiprocessor, and each owns an equal share of the rows of
 // every matrix, so no sum crosses blocks. Eight warps multiply. Each has a ring of its own in shared
 // memory, which its first lane keeps full with boxes of up to 48 rows by 64 columns; no warp
 // waits for another before the sums of a stage meet. A ninth warp brings the activations, in chunks of
-// 64 columns, through a ring that all share, once every block has finished the stage before.
+// 64 columns, through a ring that all share, once every block has finished the stage before. Between QKV and O
+// the eight warps compute attention: see decode_attention.cuh.
 //
 //        K: boxes dealt in turn
 //      ┌────┬────┬────┬────┬─
@@ -27,11 +26,14 @@
 // RMSNorm divides a row by one number. The product is taken over bf16(residual · norm weight), and its
 // result is scaled: that number needs all blocks' columns, and so is ready only when the stage begins.
 //
-// The order of every sum depends on the matrix's shape and the number of blocks, not on the number of
+// The order of every sum depends on the matrix's shape, the number of blocks and the row's length, not on the other
 // rows: a row's result does not depend on what else is in the batch.
 //
-// Code size matters: each stage runs once per launch, so instructions are fetched cold. One loop serves
-// all stages.
+// Blocks wait for each other by counters, one a stage, that only ever grow: a launch adds one per block to each. Its number,
+// counted in `epoch`, says what to wait for, so that nobody need set them back.
+//
+// Code size matters: instructions are fetched cold. One loop serves all stages.
+
 #include "hopper.cuh"
 
 #ifndef COLUMNS
@@ -40,9 +42,12 @@
 #define WARPS 8 // that multiply
 #define ROW_TILES 3
 #define MAX_BOX_ROWS (ROW_TILES * 16)
-#define SLOT_BYTES (MAX_BOX_ROWS * 128)
-#ifndef DEPTH
-#define DEPTH 3 // slots per ring
+#ifndef RING_BYTES
+#define RING_BYTES (COLUMNS == 8 ? 19072 : 21504) // of each warp, a multiple of 128
+#endif
+#define MAX_BOXES 8 // in a ring, a power of two
+#ifndef CAP_BYTES
+#define CAP_BYTES 16384 // of a ring on their way at once
 #endif
 // Activations come in groups of X_GROUP chunks, 8 KiB together: their latency, not their bytes, is what counts.
 #define X_GROUP (64 / COLUMNS)
@@ -55,53 +60,78 @@
 #endif
 #define X_CHUNKS (X_SLOTS * X_GROUP)
 #define SUM_STRIDE (MAX_BOX_ROWS + 4) // no two lanes of a store meet a bank
-#define MAX_STAGES 4
+#define HEAD_DIM 128
+#define MAX_LAYERS 48 // what the parameters of a launch have room for
 #define AT_ONCE 3 // results per lane and turn of the epilogue
 #define MAX_BLOCKS 160 // multiprocessors
 
 #define RINGS (X_SLOTS * X_SLOT_BYTES)
-#define SUMS (RINGS + WARPS * DEPTH * SLOT_BYTES)
+#define SUMS (RINGS + WARPS * RING_BYTES)
 #define BARRIERS (SUMS + WARPS * COLUMNS * SUM_STRIDE * 4)
 #define W_FULL (2 * X_SLOTS)
-#define SHARED_BYTES (BARRIERS + (W_FULL + WARPS * DEPTH) * 8)
+#define TAKEN (BARRIERS + (W_FULL + WARPS * MAX_BOXES) * 8)
+#define SHARED_BYTES (TAKEN + WARPS * 4)
+static_assert(WARPS * 8 * HEAD_DIM * 4 <= RINGS, "attention's sums lie where the activations come in");
 
-#define TO_RESIDUAL 0 // O and down
-#define TO_GATED 1    // gate+up
-#define TO_BF16 2     // QKV
-#define TO_F32 3      // head
+#include "decode_attention.cuh"
 
-struct Stage {
-    alignas(64) char w_map[128]; // [N, K] as {64, N, K / 64}, boxes {64, box_rows, 1}
-    alignas(64) char x_map[128]; // [rows, K] as {64, rows, K / 64}, boxes {64, COLUMNS, X_GROUP}
-    void* out;                // gated bf16, qkv bf16 or logits f32: [rows, units]; the residual f32
-    const float* norm;        // TO_RESIDUAL: weight of the norm that follows, f32 [units]
-    u16* normed;              // TO_RESIDUAL: bf16 [rows, units], residual · norm, not yet scaled
-    float* squares_out;       // TO_RESIDUAL: f32 [COLUMNS, blocks], sums of squares of the residual
-    const float* squares_in;  // scales the product; null: none
-    u32 kind;
-    u32 units;    // N; for TO_GATED N / 2
+// Stages of a layer, and the head.
+#define QKV 0
+#define O 1
+#define GATE_UP 2
+#define DOWN 3
+#define HEAD 4
+
+// How a matrix is cut.
+struct Shape {
+    u32 units;    // N; for gate+up N / 2
     u32 chunks;   // K / 64
-    u32 groups;   // of rows, 1, 2, 4 or 8; half of them the up rows for TO_GATED
+    u32 groups;   // of rows, 1, 2, 4 or 8; half of them the up rows for gate+up
     u32 box_rows; // at most 48
     u32 row_tiles; // of 16 rows that cover a box
     u32 passes;
-    float columns; // of the rows normed: what squares_in is divided by
 };
 
-struct DecodeLayerParams {
-    Stage stages[MAX_STAGES];
-    u32* counters; // [MAX_STAGES], 0 at the start: blocks that finished each stage
-    u32* clear;    // [clear_len], counters of launches before and after this one: set to 0
-    u32 clear_len;
-    u32 n_stages;
-    u32 rows;
-    float eps;
+struct Layer {
+    alignas(64) char w_maps[4][128]; // [N, K] as {64, N, K / 64}, boxes {64, box_rows, 1}
+    AttentionLayer attention;
+    const float* post_norm; // f32 [hidden]: of gate+up's input
+    const float* next_norm; // of the next layer's, or the head's
 };
+
+struct DecodeLayersParams {
+    alignas(64) char x_maps[4][128]; // of QKV and head, O, gate+up, down: [rows, K] as {64, rows, K / 64}, boxes {64, x_rows, X_GROUP}
+    alignas(64) char head_map[128];
+    Shape shapes[5];
+    u32 n_layers;
+    u32 rows;
+    u32 x_rows;        // of a box of activations: `rows` rounded up to a power of two
+    u32 n_stages;      // 4 per layer, and one with the head
+    u32 first_squares; // whether the first layer's input is still to be scaled
+    float* residual;   // [rows, hidden]
+    u16* normed[2];    // [rows, hidden]: input of QKV and head, input of gate+up
+    float* squares[2]; // [COLUMNS, blocks] sums of squares of the residual, likewise
+    u16* qkv;
+    u16* gated;
+    float* logits;
+    u32* epoch;    // launches so far
+    u32* counters; // [5 * MAX_LAYERS]: blocks that finished each stage, attention being one
+    float columns; // hidden
+    float eps;
+    Attention attention;
+    Layer layers[MAX_LAYERS];
+};
+// The driver takes 32,764 bytes.
+static_assert(sizeof(DecodeLayersParams) <= 32764, "too many layers");
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 __device__ __forceinline__ u32 share(u32 units, u32 block) { return (u32)((u64)block * units / gridDim.x); }
-__device__ __forceinline__ void matrix_warps_sync() {
-    asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
+__device__ __forceinline__ u32 kind_of(const DecodeLayersParams& p, u32 stage) {
+    return stage < 4 * p.n_layers ? stage & 3 : HEAD;
+}
+// The counter of a stage: attention has one between QKV and O.
+__device__ __forceinline__ u32* counter_of(const DecodeLayersParams& p, u32 stage) {
+    return p.counters + stage / 4 * 5 + (stage & 3) + ((stage & 3) > 0 ? 1 : 0);
 }
 
 // The boxes of one warp, in the order in which it multiplies them, over all stages. What the next copy needs stands in
@@ -112,11 +142,12 @@ struct Boxes {
     u32 box, first_box, n_boxes, step, bytes;
 
     // Goes to `stage` or to the first one after it where the warp has a box.
-    __device__ __forceinline__ void enter(const DecodeLayerParams& p, u32 warp) {
+    __device__ __forceinline__ void enter(const DecodeLayersParams& p, u32 warp) {
         for (; stage < p.n_stages; ++stage) {
-            const Stage& s = p.stages[stage];
-            const u32 half = s.kind == TO_GATED ? s.groups / 2 : s.groups, group = warp % s.groups;
-            map = s.w_map;
+            const u32 kind = kind_of(p, stage);
+            const Shape& s = p.shapes[kind];
+            const u32 half = kind == GATE_UP ? s.groups / 2 : s.groups, group = warp % s.groups;
+            map = kind == HEAD ? p.head_map : p.layers[stage / 4].w_maps[kind];
             bytes = s.box_rows * 128;
             n_boxes = s.chunks;
             step = WARPS / s.groups;
@@ -128,7 +159,7 @@ struct Boxes {
         }
     }
     __device__ __forceinline__ bool done(u32 n_stages) const { return stage >= n_stages; }
-    __device__ __forceinline__ void advance(const DecodeLayerParams& p, u32 warp) {
+    __device__ __forceinline__ void advance(const DecodeLayersParams& p, u32 warp) {
         box += step;
         if (box < n_boxes) return;
         box = first_box;
@@ -137,21 +168,51 @@ struct Boxes {
         ++stage;
         enter(p, warp);
     }
-    __device__ __forceinline__ void copy(u32 slot, u32 full) const {
-        barrier_expect(full, bytes);
-        copy_box3(slot, map, 0, row, box, full);
-    }
 };
+
+// A warp's ring: boxes of any size one after the other, in the order in which they are multiplied. A box that does not fit
+// before the end lies at the start.
+__device__ __forceinline__ u32 ring_place(u32 after, u32 bytes) { return after + bytes > RING_BYTES ? 0 : after; }
+// What its warp has taken out so far: boxes, and where the last one ended.
+__device__ __forceinline__ u32 ring_word(u32 taken, u32 tail) { return taken << 16 | tail >> 7; }
+
+// Keeps the rings full, one lane for each. No more than CAP_BYTES a ring are on their way at once: more would not come
+// faster, and everything else that crosses the chip would queue behind them.
+__device__ __forceinline__ void bring_weights(const DecodeLayersParams& p, u32 lane, u32 at, u32 full, u32 word) {
+    Boxes next;
+    next.stage = 0;
+    next.enter(p, lane);
+    u32 head = 0, issued = 0, arrived = 0;
+#pragma unroll 1
+    while (!next.done(p.n_stages)) {
+        if (arrived != issued && barrier_reached(full + arrived % MAX_BOXES * 8, arrived / MAX_BOXES & 1)) ++arrived;
+        const u32 seen = load_shared_acquire(word), tail = (seen & 0xffff) << 7, inside = (issued - (seen >> 16)) & 0xffff;
+        const u32 bytes = next.bytes, on_the_way = issued - arrived;
+        bool go = on_the_way == 0 || (on_the_way + 1) * bytes <= CAP_BYTES;
+        if (inside > 0)
+            go = go && inside < MAX_BOXES && (head > tail ? head + bytes <= RING_BYTES || bytes <= tail : head + bytes <= tail);
+        if (go) {
+            const u32 to = ring_place(head, bytes), barrier = full + issued % MAX_BOXES * 8;
+            barrier_expect(barrier, bytes);
+            copy_box3_once(at + to, next.map, 0, next.row, next.box, barrier);
+            head = to + bytes;
+            ++issued;
+            next.advance(p, lane);
+        }
+    }
+}
 
 // Operands of the products: 16 columns of a chunk, or with eight rows of x 32 of them from an even step on.
 __device__ __forceinline__ void load_x(u32 x, int step, u32 lane, u32 (&b)[COLUMNS / 8][4]) {
 #if COLUMNS == 8
-    load_matrix4(x + (lane & 7) * 128 + (((step * 2 + (lane >> 3)) ^ (lane & 7)) << 4), b[0]);
+    const u32 at = x + (lane & 7) * 128;
+    load_matrix4(at + (((step * 2 + (lane >> 3)) ^ ((at >> 7) & 7)) << 4), b[0]);
 #else
 #pragma unroll
     for (int n = 0; n < COLUMNS / 16; ++n) {
         const u32 row = n * 16 + (lane >> 4) * 8 + (lane & 7), piece = step * 2 + ((lane >> 3) & 1);
-        load_matrix4(x + row * 128 + ((piece ^ (lane & 7)) << 4), b[n]);
+        const u32 at = x + row * 128;
+        load_matrix4(at + ((piece ^ ((at >> 7) & 7)) << 4), b[n]);
     }
 #endif
 }
@@ -164,32 +225,25 @@ __device__ __forceinline__ void load_w(u32 w, int step, u32 lane, u32 row_tiles,
     }
 }
 
-extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
-    decode_layer(const __grid_constant__ DecodeLayerParams p) {
+extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
+    decode_layers(const __grid_constant__ DecodeLayersParams p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_address(shared);
     const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const u32 x_full = base + BARRIERS, x_empty = x_full + X_SLOTS * 8;
-    const u32 ring = base + RINGS + warp * DEPTH * SLOT_BYTES;
-    const u32 full = base + BARRIERS + (W_FULL + warp * DEPTH) * 8;
+    const u32 ring = base + RINGS + warp * RING_BYTES;
+    const u32 full = base + BARRIERS + (W_FULL + warp * MAX_BOXES) * 8;
     float* sums = reinterpret_cast<float*>(shared + SUMS);
     pdl_release();
 
-    Boxes next; // to be copied
-    if (warp < WARPS) {
-        if (lane == 0) {
-            fetch_map(p.stages[0].w_map);
-            for (u32 i = 0; i < DEPTH; ++i) barrier_init(full + i * 8, 1);
-            barrier_init_done();
-        }
-        next.stage = 0;
-        next.enter(p, warp);
-        for (u32 i = 0; i < DEPTH && !next.done(p.n_stages); ++i) {
-            if (lane == 0) next.copy(ring + i * SLOT_BYTES, full + i * 8);
-            next.advance(p, warp);
-        }
-    } else if (lane == 0) {
-        for (u32 i = 0; i < p.n_stages; ++i) fetch_map(p.stages[i].x_map);
+
+    if (warp == WARPS + 1 && lane < WARPS) {
+        fetch_map(p.layers[0].w_maps[0]);
+        for (u32 i = 0; i < MAX_BOXES; ++i) barrier_init(base + BARRIERS + (W_FULL + lane * MAX_BOXES + i) * 8, 1);
+        *reinterpret_cast<u32*>(shared + TAKEN + lane * 4) = 0;
+        barrier_init_done();
+    } else if (warp == WARPS && lane == 0) {
+        for (u32 i = 0; i < 4; ++i) fetch_map(p.x_maps[i]);
         for (u32 i = 0; i < X_SLOTS; ++i) {
             barrier_init(x_full + i * 8, 1);
             barrier_init(x_empty + i * 8, WARPS * X_GROUP);
@@ -198,49 +252,74 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     }
     __syncthreads();
 
-    if (warp == WARPS) { // activations
+    if (warp >= WARPS) { // activations
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+        if (warp == WARPS + 1 && lane < WARPS)
+            bring_weights(p, lane, base + RINGS + lane * RING_BYTES, base + BARRIERS + (W_FULL + lane * MAX_BOXES) * 8,
+                          base + TAKEN + lane * 4);
+        if (warp > WARPS) return;
         pdl_wait();
-        if (lane != 0) return;
-        if (blockIdx.x == 0)
-            for (u32 i = 0; i < p.clear_len; ++i) p.clear[i] = 0;
+        const u32 target = (*p.epoch + 1) * gridDim.x;
         // Each chunk is read by one warp of each group, which counts for as many as do not.
         u32 at = 0, parity = 1; // the first round finds every place free
         for (u32 stage = 0; stage < p.n_stages; ++stage) {
-            const Stage& s = p.stages[stage];
-            if (stage > 0) {
-                wait_for(p.counters + stage - 1, gridDim.x);
-                fence_copy_engine(); // what other blocks stored is read by the copy engine
-            }
-            for (u32 pass = 0; pass < s.passes; ++pass)
-                for (u32 chunk = 0; chunk < s.chunks; chunk += X_GROUP) {
-                    barrier_wait(x_empty + at * 8, parity);
-                    barrier_expect(x_full + at * 8, X_SLOT_BYTES);
-                    copy_box3(base + at * X_SLOT_BYTES, s.x_map, 0, 0, chunk, x_full + at * 8);
-                    // Nobody reads chunks past the end.
-                    if (chunk + X_GROUP > s.chunks) barrier_arrive_many(x_empty + at * 8, WARPS * (chunk + X_GROUP - s.chunks));
-                    if (++at == X_SLOTS) at = 0, parity ^= 1;
+            const u32 kind = kind_of(p, stage);
+            const Shape& s = p.shapes[kind];
+            if (lane == 0) {
+                if (stage > 0) {
+                    wait_for(kind == O ? counter_of(p, stage) - 1 : counter_of(p, stage - 1), target);
+                    fence_copy_engine(); // what other blocks stored is read by the copy engine
                 }
+                const char* map = p.x_maps[kind & 3];
+                for (u32 pass = 0; pass < s.passes; ++pass)
+                    for (u32 chunk = 0; chunk < s.chunks; chunk += X_GROUP) {
+                        barrier_wait(x_empty + at * 8, parity);
+                        barrier_expect(x_full + at * 8, p.x_rows * 128 * X_GROUP);
+                        copy_box3(base + at * X_SLOT_BYTES, map, 0, 0, chunk, x_full + at * 8);
+                        // Nobody reads chunks past the end.
+                        if (chunk + X_GROUP > s.chunks) barrier_arrive_many(x_empty + at * 8, WARPS * (chunk + X_GROUP - s.chunks));
+                        if (++at == X_SLOTS) at = 0, parity ^= 1;
+                    }
+            }
+            __syncwarp();
         }
+        // All blocks know the number by now: they have finished a stage. Read again by the next launch alone.
+        if (blockIdx.x == 0 && lane == 0) *p.epoch += 1;
         return;
     }
 
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
     const u32 n_stages = p.n_stages;
-    u32 slot = 0, parity = 0; // of the ring
-    u32 x_before = 0;         // chunks of all passes before
+    pdl_wait();
+    const u32 target = (*p.epoch + 1) * gridDim.x;
+    const AttentionShared at_attention = attention_shared(shared, shared + SUMS);
+    const AttentionWork work = attention_work(p.attention, p.rows, warp, lane);
+    u32 tail = 0, taken = 0;     // of the ring
+    u32 x_before = 0;            // chunks of all passes before
+    const u32 x_bytes = p.x_rows * 128; // of a chunk
 #pragma unroll 1
     for (u32 stage = 0; stage < n_stages; ++stage) {
-        const Stage& s = p.stages[stage];
-        const u32 kind = s.kind, chunks = s.chunks, row_tiles = s.row_tiles;
+        const u32 kind = kind_of(p, stage);
+        const Shape& s = p.shapes[kind];
+        const Layer& layer = p.layers[min(stage / 4, MAX_LAYERS - 1)];
+        if (kind == O) {
+            u32* counter = counter_of(p, stage) - 1;
+            attention_stage(p.attention, layer.attention, work, p.eps, counter - 1, target, at_attention, warp, lane);
+            if (threadIdx.x == 0) signal(counter);
+        }
+        const u32 chunks = s.chunks, row_tiles = s.row_tiles, units = s.units, box_bytes = s.box_rows * 128;
         const u32 way = warp / s.groups, ways = WARPS / s.groups;
-        const u32 half = s.kind == TO_GATED ? s.groups / 2 : s.groups;
+        const u32 half = kind == GATE_UP ? s.groups / 2 : s.groups;
         const u32 way_stride = s.groups * COLUMNS * SUM_STRIDE, up_offset = half * COLUMNS * SUM_STRIDE;
+        const bool to_residual = kind == O || kind == DOWN;
+        const float* norm = kind == O ? layer.post_norm : layer.next_norm;
+        const float* squares_in = to_residual || (stage == 0 && !p.first_squares) ? nullptr : p.squares[kind == GATE_UP];
         const u32 box_inverse = 0xffffffffu / s.box_rows + 1; // its high product is the quotient of small numbers
-        const u32 first = share(s.units, blockIdx.x), count = share(s.units, blockIdx.x + 1) - first;
+        const u32 first = share(units, blockIdx.x), count = share(units, blockIdx.x + 1) - first;
 
         // What the epilogue needs besides the product, asked for now so that it is there by then. The first chunk of
         // activations has come only after the stage before was complete everywhere.
         barrier_wait(x_full + x_before / X_GROUP % X_SLOTS * 8, x_before / X_CHUNKS & 1);
-        if (stage == 0) pdl_wait();
         float squares_of[COLUMNS / WARPS][MAX_BLOCKS / 32], residual_of[COLUMNS / WARPS], norm_of = 0.f;
 #pragma unroll
         for (u32 j = 0; j < COLUMNS / WARPS; ++j) {
@@ -249,13 +328,12 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
             for (u32 i = 0; i < MAX_BLOCKS / 32; ++i) {
                 squares_of[j][i] = 0.f;
                 const u32 block = i * 32 + lane;
-                if (s.squares_in && row < p.rows && block < gridDim.x) squares_of[j][i] = load_fresh(s.squares_in + row * gridDim.x + block);
+                if (squares_in && row < p.rows && block < gridDim.x) squares_of[j][i] = load_fresh(squares_in + row * gridDim.x + block);
             }
             residual_of[j] = 0.f;
-            if (s.kind == TO_RESIDUAL && lane < count && row < p.rows)
-                residual_of[j] = load_fresh(reinterpret_cast<const float*>(s.out) + (u64)row * s.units + first + lane);
+            if (to_residual && lane < count && row < p.rows) residual_of[j] = load_fresh(p.residual + (u64)row * units + first + lane);
         }
-        if (s.kind == TO_RESIDUAL && lane < count) norm_of = s.norm[first + lane];
+        if (to_residual && lane < count) norm_of = norm[first + lane];
 
 #pragma unroll 1
         for (u32 pass = 0; pass < s.passes; ++pass) {
@@ -269,10 +347,11 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 
 #pragma unroll 1
             for (u32 box = way; box < chunks; box += ways) {
-                barrier_wait(full + slot * 8, parity);
+                const u32 place = ring_place(tail, box_bytes);
+                barrier_wait(full + taken % MAX_BOXES * 8, taken / MAX_BOXES & 1);
                 const u32 chunk = x_before + box, x_at = chunk / X_GROUP % X_SLOTS;
                 barrier_wait(x_full + x_at * 8, chunk / X_CHUNKS & 1);
-                const u32 x = base + chunk % X_CHUNKS * X_BYTES, w = ring + slot * SLOT_BYTES;
+                const u32 x = base + x_at * X_SLOT_BYTES + chunk % X_GROUP * x_bytes, w = ring + place;
                 // Loads run ahead of the products: with one box at a time there is nobody else to hide them.
                 u32 a[2][ROW_TILES][4], b[2][COLUMNS / 8][4];
                 load_x(x, 0, lane, b[0]);
@@ -297,12 +376,12 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
                         }
                 }
                 __syncwarp();
-                if (lane == 0) barrier_arrive_many(x_empty + x_at * 8, ways);
-                if (!next.done(n_stages)) {
-                    if (lane == 0) next.copy(ring + slot * SLOT_BYTES, full + slot * 8);
-                    next.advance(p, warp);
+                tail = place + box_bytes;
+                ++taken;
+                if (lane == 0) {
+                    store_shared_release(base + TAKEN + warp * 4, ring_word(taken, tail));
+                    barrier_arrive_many(x_empty + x_at * 8, ways);
                 }
-                if (++slot == DEPTH) slot = 0, parity ^= 1;
             }
             x_before += (s.chunks + X_GROUP - 1) / X_GROUP * X_GROUP;
 
@@ -323,14 +402,14 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
                 const u32 row = j * WARPS + warp;
                 if (row >= p.rows) break;
                 float factor = 1.f, residual_here = 0.f;
-                if (s.squares_in) {
+                if (squares_in) {
                     float sum = 0.f;
 #pragma unroll
                     for (u32 k = 0; k < COLUMNS / WARPS; ++k)
 #pragma unroll
                         for (u32 i = 0; i < MAX_BLOCKS / 32; ++i)
                             if (k == j) sum += squares_of[k][i];
-                    factor = 1.f / sqrtf(warp_sum(sum) / s.columns + p.eps);
+                    factor = 1.f / sqrtf(warp_sum(sum) / p.columns + p.eps);
                 }
 #pragma unroll
                 for (u32 k = 0; k < COLUMNS / WARPS; ++k)
@@ -350,7 +429,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
                     for (u32 k = 0; k < ways; ++k)
 #pragma unroll
                         for (u32 q = 0; q < AT_ONCE; ++q) value[q] += from[q][k * way_stride];
-                    if (kind == TO_GATED)
+                    if (kind == GATE_UP)
                         for (u32 k = 0; k < ways; ++k)
 #pragma unroll
                             for (u32 q = 0; q < AT_ONCE; ++q) up[q] += from[q][k * way_stride + up_offset];
@@ -360,32 +439,29 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
                         if (unit >= here) break;
                         const float v = value[q] * factor;
                         const u32 column = first + before + unit;
-                        const u64 at = (u64)row * s.units + column;
-                        if (kind == TO_RESIDUAL) {
-                            float* residual = reinterpret_cast<float*>(s.out);
+                        const u64 at = (u64)row * units + column;
+                        if (to_residual) {
                             const bool early = unit < 32 && pass == 0;
-                            const float sum = v + (early ? residual_here : residual[at]);
-                            residual[at] = sum;
-                            s.normed[at] = float_to_bf16(sum * (early ? norm_of : s.norm[column]));
+                            const float sum = v + (early ? residual_here : p.residual[at]);
+                            p.residual[at] = sum;
+                            p.normed[kind == O][at] = float_to_bf16(sum * (early ? norm_of : norm[column]));
                             squares += sum * sum;
-                        } else if (kind == TO_GATED) {
-                            reinterpret_cast<u16*>(s.out)[at] = float_to_bf16(silu(v) * (up[q] * factor));
-                        } else if (kind == TO_BF16) {
-                            reinterpret_cast<u16*>(s.out)[at] = float_to_bf16(v);
+                        } else if (kind == GATE_UP) {
+                            p.gated[at] = float_to_bf16(silu(v) * (up[q] * factor));
+                        } else if (kind == QKV) {
+                            p.qkv[at] = float_to_bf16(v);
                         } else {
-                            reinterpret_cast<float*>(s.out)[at] = v;
+                            p.logits[at] = v;
                         }
                     }
                 }
-                if (kind == TO_RESIDUAL) {
+                if (to_residual) {
                     squares = warp_sum(squares);
-                    if (lane == 0) s.squares_out[(u64)row * gridDim.x + blockIdx.x] = squares;
+                    if (lane == 0) p.squares[kind == O][(u64)row * gridDim.x + blockIdx.x] = squares;
                 }
             }
             matrix_warps_sync();
         }
-        if (stage + 1 < p.n_stages && threadIdx.x == 0) {
-            signal(p.counters + stage);
-        }
+        if (stage + 1 < n_stages && threadIdx.x == 0) signal(counter_of(p, stage));
     }
 }

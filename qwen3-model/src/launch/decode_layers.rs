@@ -1,0 +1,733 @@
+//! The launch of `kernels/decode_layers.cu`: the layers of a decode step of few rows in one persistent kernel. See there
+//! for how it works and why.
+
+use bytemuck::{Pod, Zeroable};
+use cuda_graphs::{
+    Arch, Archs, Compiler, Device, DeviceBuffer, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig,
+    Limits, Stream, Swizzle, TensorElement, TensorMap, TensorMapSpec,
+};
+use half::bf16;
+
+use super::{COMMON, ROPE, aligned, refuse, same, small};
+use crate::Result;
+
+const HOPPER: Header = Header::new("hopper.cuh", include_str!("../../kernels/hopper.cuh"));
+const ATTENTION: Header = Header::new(
+    "decode_attention.cuh",
+    include_str!("../../kernels/decode_attention.cuh"),
+);
+
+/// Batch rows that the kernel is compiled for; fewer are padded.
+const COLUMNS: [usize; 2] = [8, 16];
+/// Most batch rows.
+pub const MAX_ROWS: usize = COLUMNS[COLUMNS.len() - 1];
+/// Most multiprocessors: each is one block, and the kernel holds a sum per block in registers.
+pub const MAX_BLOCKS: usize = 160;
+/// The head dimension that the kernel is written for.
+const HEAD_DIM: usize = 128;
+/// Most query heads of a K/V head.
+const MAX_GROUP: usize = 8;
+/// Layers that the parameters of a launch have room for; more take another launch.
+const MAX_LAYERS: usize = 48;
+/// Most tokens of a split of a row, as in the kernel.
+const MAX_SPLIT: usize = 2048;
+
+const WARPS: usize = 8;
+/// Eight warps multiply, one brings activations, three fill up its warpgroup.
+const THREADS: u32 = 32 * (WARPS as u32 + 4);
+const MAX_BOX_ROWS: usize = 48;
+const CHUNK: usize = 64;
+/// Most boxes in a warp's ring.
+const MAX_BOXES: usize = 8;
+/// A number of launches, and a counter for each stage.
+const SYNC_WORDS: usize = 8 + 5 * MAX_LAYERS + 1;
+
+/// Bytes of a warp's ring of weights, and groups of activations in the block's.
+const fn depths(columns: usize) -> (usize, usize) {
+    if columns == 8 { (19_072, 8) } else { (21_504, 4) }
+}
+
+/// As `SHARED_BYTES` in the kernel.
+fn shared_bytes(columns: usize) -> usize {
+    let (ring, x_slots) = depths(columns);
+    let sums = WARPS * columns * (MAX_BOX_ROWS + 4) * 4;
+    x_slots * 64 * 2 * CHUNK + WARPS * ring + sums + (2 * x_slots + WARPS * MAX_BOXES) * 8 + WARPS * 4
+}
+
+fn spec(columns: usize) -> KernelSpec {
+    let (ring, x_slots) = depths(columns);
+    KernelSpec::new(
+        format!("decode_layers<{columns}>"),
+        include_str!("../../kernels/decode_layers.cu"),
+    )
+    .headers([COMMON, HOPPER, ROPE, ATTENTION])
+    .define("COLUMNS", columns)
+    .define("RING_BYTES", ring)
+    .define("X_SLOTS", x_slots)
+    // Later consumer devices have the copy engine too, but less than half of the shared memory.
+    .archs(Archs::Only(vec![Arch::SM_90A, Arch::SM_100A]))
+    // One block of 384 threads per multiprocessor. The warps that multiply take more once they run.
+    .entry("decode_layers", Limits::registers(168))
+}
+
+/// Every specialisation.
+pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
+    COLUMNS.into_iter().map(spec)
+}
+
+/// The widths of a model that the kernel runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayersShape {
+    /// Width of the residual stream, a multiple of 64.
+    pub hidden: usize,
+    /// Query heads of 128, up to eight for each K/V head.
+    pub heads: usize,
+    /// K/V heads.
+    pub kv_heads: usize,
+    /// Inner width of the feed-forward part, a multiple of 64.
+    pub intermediate: usize,
+    /// Rows of the head.
+    pub vocab: usize,
+}
+
+impl LayersShape {
+    fn q(&self) -> usize {
+        self.heads * HEAD_DIM
+    }
+
+    fn qkv(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * HEAD_DIM
+    }
+
+    fn group(&self) -> usize {
+        self.heads / self.kv_heads.max(1)
+    }
+
+    /// Whether a kernel is written for it.
+    pub fn is_supported(&self, head_dim: usize) -> bool {
+        head_dim == HEAD_DIM
+            && [self.hidden, self.intermediate]
+                .iter()
+                .all(|width| *width > 0 && width.is_multiple_of(CHUNK))
+            && self.kv_heads > 0
+            && self.heads.is_multiple_of(self.kv_heads)
+            && (1..=MAX_GROUP).contains(&self.group())
+            && self.vocab > 0
+    }
+}
+
+/// One layer's weights and its part of the cache.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerOperands<'a> {
+    /// `[q + 2 kv, hidden]`.
+    pub qkv: DeviceSlice<'a, bf16>,
+    /// `[hidden, q]`.
+    pub o: DeviceSlice<'a, bf16>,
+    /// `[2 intermediate, hidden]`, gate above up.
+    pub gate_up: DeviceSlice<'a, bf16>,
+    /// `[hidden, intermediate]`.
+    pub down: DeviceSlice<'a, bf16>,
+    /// `[128]`, norm of query heads.
+    pub q_norm: DeviceSlice<'a, f32>,
+    /// `[128]`, norm of key heads.
+    pub k_norm: DeviceSlice<'a, f32>,
+    /// `[hidden]`, norm after attention.
+    pub post_norm: DeviceSlice<'a, f32>,
+    /// `[hidden]`, norm of the next layer's input, or the final one.
+    pub next_norm: DeviceSlice<'a, f32>,
+    /// `[kv_heads, n_pages * page_size, 128]`.
+    pub keys: DeviceSlice<'a, bf16>,
+    /// As `keys`.
+    pub values: DeviceSlice<'a, bf16>,
+}
+
+/// All layers of a decode step and the head.
+#[derive(Debug, Clone, Copy)]
+pub struct DecodeLayersOp<'a> {
+    /// In order; at least one.
+    pub layers: &'a [LayerOperands<'a>],
+    /// `[vocab, hidden]`.
+    pub head: DeviceSlice<'a, bf16>,
+    /// `[rows, hidden]`: input of the first layer's attention part, normed; overwritten.
+    pub normed: DeviceSlice<'a, bf16>,
+    /// `[rows, hidden]`, the residual stream; moved on.
+    pub residual: DeviceSlice<'a, f32>,
+    /// `[rows, q + 2 kv]`, overwritten.
+    pub qkv: DeviceSlice<'a, bf16>,
+    /// `[rows, q]`, overwritten.
+    pub mixed: DeviceSlice<'a, bf16>,
+    /// `[rows, intermediate]`, overwritten.
+    pub gated: DeviceSlice<'a, bf16>,
+    /// `[rows, vocab]`, written.
+    pub logits: DeviceSlice<'a, f32>,
+    /// `[rows]`, 1 to [`MAX_ROWS`]: logical position of each row's token.
+    pub positions: DeviceSlice<'a, i32>,
+    /// `[rows]`, slot of each row; 0 for padding, which neither reads nor writes the cache.
+    pub slots: DeviceSlice<'a, i32>,
+    /// `[n_slots, max_pages]`, −1 for no page.
+    pub page_table: DeviceSlice<'a, i32>,
+    /// Pages per row of the table.
+    pub max_pages: usize,
+    /// Tokens in a page, a power of two of 16 or more.
+    pub page_size: usize,
+    /// `[positions, 128]`: 64 cosines, then as many sines.
+    pub cos_sin: DeviceSlice<'a, f32>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct ShapeParams {
+    units: u32,
+    chunks: u32,
+    groups: u32,
+    box_rows: u32,
+    row_tiles: u32,
+    passes: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct AttentionParams {
+    qkv: u64,
+    mixed: u64,
+    positions: u64,
+    slots: u64,
+    page_table: u64,
+    cos_sin: u64,
+    partial: u64,
+    partial_sums: u64,
+    arrived: u64,
+    tokens_per_head: u64,
+    kv_heads: u32,
+    group: u32,
+    page_shift: u32,
+    n_slots: u32,
+    max_pages: u32,
+    n_positions: u32,
+    split: u32,
+    few_splits: u32,
+    max_splits: u32,
+    scale: f32,
+}
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct LayerParams {
+    w_maps: [TensorMap; 4],
+    q_norm: u64,
+    k_norm: u64,
+    keys: u64,
+    values: u64,
+    post_norm: u64,
+    next_norm: u64,
+    unused: [u64; 2],
+}
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct DecodeLayersParams {
+    x_maps: [TensorMap; 4],
+    head_map: TensorMap,
+    shapes: [ShapeParams; 5],
+    n_layers: u32,
+    rows: u32,
+    x_rows: u32,
+    n_stages: u32,
+    first_squares: u32,
+    unused: u32,
+    residual: u64,
+    normed: [u64; 2],
+    squares: [u64; 2],
+    qkv: u64,
+    gated: u64,
+    logits: u64,
+    epoch: u64,
+    counters: u64,
+    columns: f32,
+    eps: f32,
+    attention: AttentionParams,
+    unused_too: [u64; 4],
+    layers: [LayerParams; MAX_LAYERS],
+}
+/// How a block's share of a matrix is cut into boxes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Boxes {
+    /// Groups of rows that warps work on side by side: 1, 2, 4 or 8.
+    groups: usize,
+    rows: usize,
+    passes: usize,
+}
+
+impl Boxes {
+    /// For a share of `rows` rows, or of `rows` rows in each of two halves.
+    fn new(rows: usize, halves: usize) -> Self {
+        let mut groups = halves;
+        while groups < WARPS && rows.div_ceil(groups / halves) > MAX_BOX_ROWS {
+            groups *= 2;
+        }
+        let passes = rows.div_ceil(groups / halves * MAX_BOX_ROWS);
+        if passes > 1 {
+            // Fewer groups and so more warps along K gain nothing when a pass is long; eight would leave no second
+            // warp to work while one waits.
+            groups = groups.min(4);
+        }
+        let per_pass = groups / halves;
+        let passes = rows.div_ceil(per_pass * MAX_BOX_ROWS).max(1);
+        // The kernel divides by the rows of a box through their inverse, which 1 does not have.
+        let rows = rows.div_ceil(per_pass * passes).max(8);
+        Self { groups, rows, passes }
+    }
+}
+
+/// The kernel, loaded on one device.
+#[derive(Debug, Clone)]
+pub struct DecodeLayers {
+    kernels: [Kernel; COLUMNS.len()],
+    blocks: usize,
+}
+
+/// What the launches for one model need besides their operands.
+#[derive(Debug)]
+pub struct DecodeLayersScratch {
+    shape: LayersShape,
+    max_length: usize,
+    max_splits: usize,
+    /// `[launches, SYNC_WORDS]`.
+    sync: DeviceBuffer<u32>,
+    /// `[MAX_ROWS, hidden]`, input of gate+up.
+    normed: DeviceBuffer<bf16>,
+    /// `[MAX_ROWS * blocks]` each: of the residual after down and after O.
+    squares: [DeviceBuffer<f32>; 2],
+    /// `[MAX_ROWS, kv_heads, max_splits, group, 128]`.
+    partial: DeviceBuffer<f32>,
+    /// `[MAX_ROWS, kv_heads, max_splits, group, 2]`.
+    partial_sums: DeviceBuffer<f32>,
+    /// `[MAX_ROWS, kv_heads]`.
+    arrived: DeviceBuffer<u32>,
+}
+
+impl DecodeLayersScratch {
+    /// For a model of `n_layers` layers and rows of up to `max_length` tokens.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) for a shape that no kernel is written for;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn new(
+        device: &Device,
+        kernel: &DecodeLayers,
+        shape: LayersShape,
+        n_layers: usize,
+        max_length: usize,
+    ) -> Result<Self> {
+        if !shape.is_supported(HEAD_DIM) {
+            return refuse("shape", format!("is {shape:?}, which no kernel is written for"));
+        }
+        // As many as the longest row needs, or as one that is cut finely has at most.
+        let max_splits = max_length.div_ceil(MAX_SPLIT).max(Splits::MOST_FEW);
+        let parts = MAX_ROWS * shape.heads * max_splits;
+        let squares = || DeviceBuffer::zeroed(device, MAX_ROWS * kernel.blocks());
+        Ok(Self {
+            shape,
+            max_length,
+            max_splits,
+            sync: DeviceBuffer::zeroed(device, n_layers.div_ceil(MAX_LAYERS) * SYNC_WORDS)?,
+            normed: DeviceBuffer::zeroed(device, MAX_ROWS * shape.hidden)?,
+            squares: [squares()?, squares()?],
+            partial: DeviceBuffer::zeroed(device, parts * HEAD_DIM)?,
+            partial_sums: DeviceBuffer::zeroed(device, parts * 2)?,
+            arrived: DeviceBuffer::zeroed(device, MAX_ROWS * shape.kv_heads)?,
+        })
+    }
+}
+
+/// How rows are cut in attention: by how many there are and by each one's own length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Splits {
+    /// Tokens of a split of a short row.
+    tokens: usize,
+    /// Splits from which on they grow instead, up to [`MAX_SPLIT`] tokens.
+    few: usize,
+}
+
+impl Splits {
+    const MOST_FEW: usize = 16;
+
+    /// For `pairs` of a row and a K/V head. A split costs a block about two microseconds besides its tokens, and a row with
+    /// several of them as much again: few pairs are cut finely so that most multiprocessors have work, many not at all.
+    fn new(pairs: usize) -> Self {
+        Self {
+            tokens: (4 * pairs).next_power_of_two().clamp(64, 512),
+            few: (256 / pairs.max(1)).clamp(2, Self::MOST_FEW),
+        }
+    }
+}
+
+impl DecodeLayers {
+    /// Compiles and loads the kernel, or takes it from the compiler's cache. `None` on a device that cannot run it:
+    /// without a tensor memory accelerator, with too little shared memory, or with more than [`MAX_BLOCKS`]
+    /// multiprocessors.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn load(compiler: &Compiler, device: &Device) -> Result<Option<Self>> {
+        let info = device.info();
+        let blocks = info.multiprocessors as usize;
+        let most = COLUMNS.into_iter().map(shared_bytes).max().unwrap_or(0);
+        if !info.has_tma() || info.shared_bytes_per_block < most || blocks > MAX_BLOCKS {
+            return Ok(None);
+        }
+        let modules = compiler.load_all(device, &specs().collect::<Vec<_>>())?;
+        let kernels = [
+            modules[0].kernel("decode_layers")?,
+            modules[1].kernel("decode_layers")?,
+        ];
+        for (kernel, columns) in kernels.iter().zip(COLUMNS) {
+            // All blocks wait for each other, so all must be resident.
+            if kernel.blocks_per_multiprocessor(THREADS, shared_bytes(columns) as u32)? == 0 {
+                return Ok(None);
+            }
+        }
+        Ok(Some(Self { kernels, blocks }))
+    }
+
+    /// Blocks of a launch: one per multiprocessor.
+    pub fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// Gives a step's layers to `stream`: one launch, or one for every 48 layers. Steps that share `scratch` must follow
+    /// each other on one stream.
+    ///
+    /// Weights may be read before the kernels ahead in the stream have ended: whoever writes weights must wait for the
+    /// device before more work is given to the stream.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) for lengths that do not fit each other;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn run(&self, stream: &Stream, scratch: &DecodeLayersScratch, op: &DecodeLayersOp<'_>) -> Result<()> {
+        let rows = op.positions.len();
+        let Some(which) = COLUMNS.iter().position(|&columns| (1..=columns).contains(&rows)) else {
+            return refuse(
+                "rows",
+                format!("{rows} rows at once, 1 to {MAX_ROWS} are possible"),
+            );
+        };
+        let launches = op.layers.len().div_ceil(MAX_LAYERS);
+        if launches == 0 || scratch.sync.len() < launches * SYNC_WORDS {
+            return refuse(
+                "layers",
+                format!("are {}, not what the scratch is for", op.layers.len()),
+            );
+        }
+        check(scratch, op)?;
+        keep(stream, scratch, op);
+        let columns = COLUMNS[which];
+        let config = LaunchConfig::new(self.blocks as u32, THREADS)
+            .dynamic_shared_bytes(shared_bytes(columns) as u32)
+            .programmatic(true);
+        let mut params = Box::new(self.params(scratch, op, columns)?);
+        let box_rows: Vec<usize> = params
+            .shapes
+            .iter()
+            .map(|shape| shape.box_rows as usize)
+            .collect();
+        for (launch, layers) in op.layers.chunks(MAX_LAYERS).enumerate() {
+            let sync = scratch.sync.ptr() + (launch * SYNC_WORDS * 4) as u64;
+            params.epoch = sync;
+            params.counters = sync + 32;
+            params.first_squares = u32::from(launch > 0);
+            params.n_layers = layers.len() as u32;
+            params.n_stages = 4 * params.n_layers + u32::from(launch + 1 == launches);
+            for (layer, params) in layers.iter().zip(&mut params.layers) {
+                *params = layer_params(&scratch.shape, layer, &box_rows)?;
+            }
+            // SAFETY: every buffer has the length that the kernel gives it, checked in `check` and made in
+            // `DecodeLayersScratch::new`, and is kept by a capture; the kernel checks slots, positions and pages against
+            // `n_slots`, `n_positions` and `tokens_per_head`; the grid is one block per multiprocessor, all resident, as
+            // `load` made sure.
+            unsafe { self.kernels[which].launch(stream, &config, &*params) }?;
+        }
+        Ok(())
+    }
+
+    /// What all launches of a step have in common.
+    fn params(
+        &self,
+        scratch: &DecodeLayersScratch,
+        op: &DecodeLayersOp<'_>,
+        columns: usize,
+    ) -> Result<DecodeLayersParams> {
+        let (shape, rows) = (&scratch.shape, op.positions.len());
+        let x_rows = rows.next_power_of_two();
+        let input = |matrix: DeviceSlice<'_, bf16>, k: usize| tiles_of(matrix, rows, k, x_rows, 64 / columns);
+        let mlp_normed = scratch.normed.slice(..rows * shape.hidden)?;
+        let shapes = [
+            self.shape(shape.qkv(), shape.hidden, 1)?,
+            self.shape(shape.hidden, shape.q(), 1)?,
+            self.shape(shape.intermediate, shape.hidden, 2)?,
+            self.shape(shape.hidden, shape.intermediate, 1)?,
+            self.shape(shape.vocab, shape.hidden, 1)?,
+        ];
+        let head_rows = shapes[4].box_rows as usize;
+        let splits = Splits::new(rows.next_power_of_two() * shape.kv_heads);
+        Ok(DecodeLayersParams {
+            x_maps: [
+                input(op.normed, shape.hidden)?,
+                input(op.mixed, shape.q())?,
+                input(mlp_normed, shape.hidden)?,
+                input(op.gated, shape.intermediate)?,
+            ],
+            head_map: tiles_of(op.head, shape.vocab, shape.hidden, head_rows, 1)?,
+            shapes,
+            rows: rows as u32,
+            x_rows: x_rows as u32,
+            residual: op.residual.ptr(),
+            normed: [op.normed.ptr(), mlp_normed.ptr()],
+            squares: [scratch.squares[0].ptr(), scratch.squares[1].ptr()],
+            qkv: op.qkv.ptr(),
+            gated: op.gated.ptr(),
+            logits: op.logits.ptr(),
+            columns: shape.hidden as f32,
+            eps: op.eps,
+            attention: AttentionParams {
+                qkv: op.qkv.ptr(),
+                mixed: op.mixed.ptr(),
+                positions: op.positions.ptr(),
+                slots: op.slots.ptr(),
+                page_table: op.page_table.ptr(),
+                cos_sin: op.cos_sin.ptr(),
+                partial: scratch.partial.ptr(),
+                partial_sums: scratch.partial_sums.ptr(),
+                arrived: scratch.arrived.ptr(),
+                tokens_per_head: tokens_per_head(shape, op) as u64,
+                kv_heads: small("kv_heads", shape.kv_heads)?,
+                group: shape.group() as u32,
+                page_shift: op.page_size.trailing_zeros(),
+                n_slots: small("slots", op.page_table.len() / op.max_pages)?,
+                max_pages: small("max_pages", op.max_pages)?,
+                n_positions: small("positions", op.cos_sin.len() / HEAD_DIM)?,
+                split: splits.tokens as u32,
+                few_splits: splits.few as u32,
+                max_splits: small("splits", scratch.max_splits)?,
+                scale: std::f32::consts::LOG2_E / (HEAD_DIM as f32).sqrt(),
+            },
+            ..Zeroable::zeroed()
+        })
+    }
+
+    /// `units` rows of a product, or of each half of one.
+    fn shape(&self, units: usize, k: usize, halves: usize) -> Result<ShapeParams> {
+        let boxes = Boxes::new(units.div_ceil(self.blocks), halves);
+        Ok(ShapeParams {
+            units: small("rows of a weight", units)?,
+            chunks: small("columns of a weight", k / CHUNK)?,
+            groups: boxes.groups as u32,
+            box_rows: boxes.rows as u32,
+            row_tiles: boxes.rows.div_ceil(16) as u32,
+            passes: boxes.passes as u32,
+        })
+    }
+}
+
+fn tokens_per_head(shape: &LayersShape, op: &DecodeLayersOp<'_>) -> usize {
+    op.layers
+        .first()
+        .map_or(0, |layer| layer.keys.len() / (shape.kv_heads * HEAD_DIM))
+}
+
+fn layer_params(shape: &LayersShape, layer: &LayerOperands<'_>, box_rows: &[usize]) -> Result<LayerParams> {
+    Ok(LayerParams {
+        w_maps: [
+            tiles_of(layer.qkv, shape.qkv(), shape.hidden, box_rows[0], 1)?,
+            tiles_of(layer.o, shape.hidden, shape.q(), box_rows[1], 1)?,
+            tiles_of(
+                layer.gate_up,
+                2 * shape.intermediate,
+                shape.hidden,
+                box_rows[2],
+                1,
+            )?,
+            tiles_of(layer.down, shape.hidden, shape.intermediate, box_rows[3], 1)?,
+        ],
+        q_norm: layer.q_norm.ptr(),
+        k_norm: layer.k_norm.ptr(),
+        keys: layer.keys.ptr(),
+        values: layer.values.ptr(),
+        post_norm: layer.post_norm.ptr(),
+        next_norm: layer.next_norm.ptr(),
+        unused: [0; 2],
+    })
+}
+
+/// Every length against the shape.
+fn check(scratch: &DecodeLayersScratch, op: &DecodeLayersOp<'_>) -> Result<()> {
+    let (shape, rows) = (&scratch.shape, op.positions.len());
+    let (hidden, inner) = (shape.hidden, shape.intermediate);
+    if op.max_pages == 0 || op.cos_sin.len() < HEAD_DIM {
+        return refuse("page_table", "or the table of rotations is empty".into());
+    }
+    if !op.page_size.is_power_of_two() || op.page_size < 16 {
+        return refuse(
+            "page_size",
+            format!("is {}; a power of two from 16 on is needed", op.page_size),
+        );
+    }
+    if op.max_pages.saturating_mul(op.page_size) > scratch.max_length {
+        return refuse(
+            "max_pages",
+            format!(
+                "is {}, more than the {} tokens that the scratch is for",
+                op.max_pages, scratch.max_length
+            ),
+        );
+    }
+    same("normed", op.normed.len(), rows * hidden)?;
+    same("residual", op.residual.len(), rows * hidden)?;
+    same("qkv", op.qkv.len(), rows * shape.qkv())?;
+    same("mixed", op.mixed.len(), rows * shape.q())?;
+    same("gated", op.gated.len(), rows * inner)?;
+    same("logits", op.logits.len(), rows * shape.vocab)?;
+    same("slots", op.slots.len(), rows)?;
+    same("head", op.head.len(), shape.vocab * hidden)?;
+    let n_slots = op.page_table.len() / op.max_pages;
+    same("page_table", op.page_table.len(), n_slots * op.max_pages)?;
+    same(
+        "cos_sin",
+        op.cos_sin.len(),
+        op.cos_sin.len() / HEAD_DIM * HEAD_DIM,
+    )?;
+    aligned("qkv", op.qkv.ptr(), 4)?;
+    aligned("mixed", op.mixed.ptr(), 4)?;
+    let tokens = tokens_per_head(shape, op);
+    for layer in op.layers {
+        same("qkv weight", layer.qkv.len(), shape.qkv() * hidden)?;
+        same("o weight", layer.o.len(), hidden * shape.q())?;
+        same("gate_up weight", layer.gate_up.len(), 2 * inner * hidden)?;
+        same("down weight", layer.down.len(), hidden * inner)?;
+        same("q_norm", layer.q_norm.len(), HEAD_DIM)?;
+        same("k_norm", layer.k_norm.len(), HEAD_DIM)?;
+        same("post_norm", layer.post_norm.len(), hidden)?;
+        same("next_norm", layer.next_norm.len(), hidden)?;
+        same("keys", layer.keys.len(), shape.kv_heads * tokens * HEAD_DIM)?;
+        same("values", layer.values.len(), layer.keys.len())?;
+        aligned("keys", layer.keys.ptr(), 16)?;
+        aligned("values", layer.values.ptr(), 16)?;
+    }
+    Ok(())
+}
+
+/// A captured graph must own what it uses.
+fn keep(stream: &Stream, scratch: &DecodeLayersScratch, op: &DecodeLayersOp<'_>) {
+    for buffer in [
+        op.head,
+        op.normed,
+        op.qkv,
+        op.mixed,
+        op.gated,
+        scratch.normed.as_slice(),
+    ] {
+        stream.keep_memory(buffer);
+    }
+    for buffer in [op.residual, op.logits, op.cos_sin, scratch.partial.as_slice()] {
+        stream.keep_memory(buffer);
+    }
+    for buffer in scratch.squares.iter().chain([&scratch.partial_sums]) {
+        stream.keep_memory(buffer.as_slice());
+    }
+    for buffer in [op.positions, op.slots, op.page_table] {
+        stream.keep_memory(buffer);
+    }
+    stream.keep_memory(scratch.sync.as_slice());
+    stream.keep_memory(scratch.arrived.as_slice());
+    for layer in op.layers {
+        for buffer in [
+            layer.qkv,
+            layer.o,
+            layer.gate_up,
+            layer.down,
+            layer.keys,
+            layer.values,
+        ] {
+            stream.keep_memory(buffer);
+        }
+        for buffer in [layer.q_norm, layer.k_norm, layer.post_norm, layer.next_norm] {
+            stream.keep_memory(buffer);
+        }
+    }
+}
+
+/// A row-major `[rows, k]` matrix as chunks of 64 columns, in boxes of `box_rows` rows by `tiles` chunks.
+fn tiles_of(
+    matrix: DeviceSlice<'_, bf16>,
+    rows: usize,
+    k: usize,
+    box_rows: usize,
+    tiles: usize,
+) -> Result<TensorMap> {
+    let spec = TensorMapSpec {
+        element: TensorElement::Bf16,
+        dims: &[CHUNK as u64, rows as u64, (k / CHUNK) as u64],
+        strides: &[2 * k as u64, 2 * CHUNK as u64],
+        box_dims: &[CHUNK as u32, box_rows as u32, tiles as u32],
+        swizzle: Swizzle::Bytes128,
+    };
+    Ok(TensorMap::tiled(matrix, &spec)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_has_room_for_its_splits() {
+        for pairs in [1, 8, 16, 64, 128, 1024] {
+            let Splits { tokens, few } = Splits::new(pairs);
+            // The kernel doubles the tokens until the splits are few or a warp's lanes hold no more pages.
+            assert!(tokens.is_power_of_two() && (16..=MAX_SPLIT).contains(&tokens));
+            for length in [1, 63, 64, 65, 1000, 4096, 32_768, 32_769, 131_072] {
+                let mut split = tokens;
+                while split < MAX_SPLIT && length > split * few {
+                    split *= 2;
+                }
+                assert!(length.div_ceil(split) <= length.div_ceil(MAX_SPLIT).max(Splits::MOST_FEW));
+            }
+        }
+    }
+
+    #[test]
+    fn boxes_cover_every_share_and_fit_a_slot() {
+        for halves in [1, 2] {
+            for rows in 1..3000 {
+                let boxes = Boxes::new(rows, halves);
+                let side_by_side = boxes.groups / halves;
+                assert!(side_by_side >= 1 && boxes.groups <= WARPS && WARPS.is_multiple_of(boxes.groups));
+                assert!(
+                    boxes.rows * side_by_side * boxes.passes >= rows,
+                    "{rows}: {boxes:?}"
+                );
+                assert!(boxes.rows <= MAX_BOX_ROWS);
+                assert!(
+                    COLUMNS
+                        .iter()
+                        .all(|&columns| boxes.rows * 2 * CHUNK * 3 <= depths(columns).0)
+                );
+                // What the ring of activations is made for.
+                assert!(WARPS / boxes.groups <= 16);
+            }
+        }
+    }
+
+    #[test]
+    fn shared_memory_fits_a_multiprocessor() {
+        for columns in COLUMNS {
+            assert!(shared_bytes(columns) <= 227 * 1024, "{columns}");
+            assert!(depths(columns).0.is_multiple_of(128));
+        }
+        // Each layer begins at a multiple of 64 bytes, and the driver takes 32,764.
+        assert_eq!(size_of::<LayerParams>(), 576);
+        assert_eq!(std::mem::offset_of!(DecodeLayersParams, layers) % 64, 0);
+        assert!(size_of::<DecodeLayersParams>() <= cuda_graphs::MAX_PARAMETER_BYTES);
+    }
+}
