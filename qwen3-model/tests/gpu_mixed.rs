@@ -389,7 +389,7 @@ fn pieces_of_many_prompts_and_decode_rows_give_what_each_sequence_gives_alone() 
         mixed += serve(&mut rig, &mut all, &mut random);
         compare(&mut rig, &all, &format!("pages of {page_size}"));
     }
-    assert!(mixed > 10, "only {mixed} steps held everything");
+    assert!(mixed >= 5, "only {mixed} steps held everything");
 }
 
 #[test]

@@ -31,9 +31,11 @@ use crate::runner::{Runner, RunnerMemory, RunnerShape, SampledToken, Sampling, S
 const MAX_IN_FLIGHT: usize = 2;
 /// Prompt tokens per step unless set by the user: enough rows for products to run at full rate.
 const MAX_PREFILL_TOKENS: usize = 4096;
-/// Prompt tokens of a step that also decodes: on an H200 they take a model of Qwen3-4B's shape 4 ms, as long as a decode step
-/// of 64 sequences takes. Fewer save little, since every chunk reads all weights.
-const MIXED_PREFILL_TOKENS: usize = 256;
+/// Rows of a step of prompts and decode rows, where readers wait for single tokens: a multiple of the rows of cuBLASLt's tiles
+/// on an H200, where a row more takes half as long again and 128 rows fewer a fifth less.
+const MIXED_ROWS: usize = 256;
+/// The least prompt tokens of such a step. Where more rows decode than leave room for them, the step has more rows.
+const MIN_MIXED_PREFILL_TOKENS: usize = 128;
 /// Device memory left for activations, kernels and cuBLASLt when the page pool is sized.
 const RESERVE_BYTES: u64 = 2 << 30;
 
@@ -57,7 +59,7 @@ impl Default for CudaSettings {
             ordinal: 0,
             capture: true,
             pristine: PristineCopy::default(),
-            mixed_steps: false,
+            mixed_steps: true,
         }
     }
 }
@@ -274,6 +276,12 @@ fn unavailable(ordinal: usize, error: cuda_graphs::Error) -> Error {
     }
 }
 
+/// Prompt tokens beside `decoding` rows that fill the tiles of the products.
+fn mixed_prefill_tokens(decoding: usize) -> usize {
+    let least = decoding.saturating_add(MIN_MIXED_PREFILL_TOKENS);
+    least.max(MIXED_ROWS).next_multiple_of(MIXED_ROWS / 2) - decoding
+}
+
 impl Runner for CudaRunner {
     fn shape(&self) -> RunnerShape {
         self.shape
@@ -291,8 +299,8 @@ impl Runner for CudaRunner {
         }
     }
 
-    fn mixed_prefill_tokens(&self) -> usize {
-        MIXED_PREFILL_TOKENS.min(self.shape.max_prefill_tokens)
+    fn mixed_prefill_tokens(&self, decoding: usize) -> usize {
+        mixed_prefill_tokens(decoding).min(self.shape.max_prefill_tokens)
     }
 
     fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {
@@ -368,5 +376,17 @@ impl Runner for CudaRunner {
 
     fn served_sha256(&mut self) -> Result<[u8; 32], Error> {
         Ok(self.backend.served_sha256()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_beside_decoding_fill_whole_tiles_of_rows() {
+        for (decoding, tokens) in [(1, 255), (20, 236), (64, 192), (128, 128), (129, 255), (256, 128)] {
+            assert_eq!(mixed_prefill_tokens(decoding), tokens, "{decoding} rows decode");
+        }
     }
 }

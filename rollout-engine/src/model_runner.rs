@@ -77,7 +77,7 @@ impl<B: Backend> Runner for ModelRunner<B> {
         self.memory
     }
 
-    fn mixed_prefill_tokens(&self) -> usize {
+    fn mixed_prefill_tokens(&self, _: usize) -> usize {
         MIXED_PREFILL_TOKENS.min(self.shape.max_prefill_tokens)
     }
 

@@ -138,9 +138,11 @@ pub trait Runner {
     /// Bytes held.
     fn memory(&self) -> RunnerMemory;
 
-    /// Most prompt tokens, at least 1, in a step that sequences under way decode in, if these are not to wait long for it:
-    /// what [`Scheduler::favor_latency`](crate::Scheduler::favor_latency) sets. Default: no fewer than in any other step.
-    fn mixed_prefill_tokens(&self) -> usize {
+    /// Most prompt tokens, at least 1, in a step that `decoding` sequences under way decode in, if these are not to wait
+    /// long for it: what [`Scheduler::favor_latency`](crate::Scheduler::favor_latency) goes by. Default: no fewer than in
+    /// any other step.
+    fn mixed_prefill_tokens(&self, decoding: usize) -> usize {
+        let _ = decoding;
         self.shape().max_prefill_tokens
     }
 
@@ -215,8 +217,8 @@ impl<R: Runner + ?Sized> Runner for Box<R> {
         (**self).memory()
     }
 
-    fn mixed_prefill_tokens(&self) -> usize {
-        (**self).mixed_prefill_tokens()
+    fn mixed_prefill_tokens(&self, decoding: usize) -> usize {
+        (**self).mixed_prefill_tokens(decoding)
     }
 
     fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {

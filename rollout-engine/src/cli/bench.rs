@@ -222,12 +222,14 @@ fn serve_arrivals<R: Runner>(
     let device = scheduler.device();
     write_stdout(&format!("{device}, ready in {load_s:.2} s\n"))?;
     let mut reports = Vec::new();
-    let budgets = match args.mixed_prefill_tokens.is_empty() {
-        true => vec![scheduler.mixed_prefill_tokens()],
-        false => args.mixed_prefill_tokens.clone(),
+    let budgets: Vec<_> = match args.mixed_prefill_tokens[..] {
+        [] => vec![None],
+        ref budgets => budgets.iter().copied().map(Some).collect(),
     };
     for tokens in budgets {
-        scheduler.set_mixed_prefill_tokens(tokens);
+        if let Some(tokens) = tokens {
+            scheduler.set_mixed_prefill_tokens(tokens);
+        }
         let (mut report, text) = arrivals::measure(args, rate, scheduler, config.vocab_size)?;
         write_stdout(&format!("\n{text}"))?;
         report["backend"] = json!(backend);

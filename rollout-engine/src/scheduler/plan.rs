@@ -140,7 +140,7 @@ impl<R: Runner> Scheduler<R> {
         if starting > decoding {
             self.shape.max_prefill_tokens
         } else {
-            self.mixed_prefill_tokens()
+            self.mixed_prefill_tokens(decoding)
         }
     }
 

@@ -177,7 +177,7 @@ pub(super) fn measure<R: Runner>(
     let ratio = between.p99 / plain;
     let budgets = (
         scheduler.shape().max_prefill_tokens,
-        scheduler.mixed_prefill_tokens(),
+        scheduler.mixed_prefill_tokens(1),
     );
     let tokens_per_s = times.tokens as f64 / times.wall_s;
     let mut text = format!(
