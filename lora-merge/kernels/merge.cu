@@ -29,6 +29,23 @@
 
 #include "merge_tile.cuh"
 
+extern "C" __global__ void __launch_bounds__(256, 2) prepare(const __grid_constant__ Params p) {
+  u32 warp = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (p.doubts && blockIdx.x == 0 && threadIdx.x == 0) p.doubts->count = 0, p.doubts->capacity = p.capacity;
+  if (warp >= p.n_warps) return;
+  u32 lower = 0, upper = p.n_matrices;
+  while (upper - lower > 1) {
+    u32 middle = (lower + upper) / 2;
+    if (p.matrices[middle].first_warp <= warp) lower = middle; else upper = middle;
+  }
+  const Matrix m = p.matrices[lower];
+  u32 item = warp - m.first_warp, row_tiles = ceil_div(m.rows, TILE_ROWS);
+  if (item < row_tiles)
+    prepare_left(m, item, lane);
+  else
+    prepare_right(m, (item - row_tiles) / 4, (item - row_tiles) % 4, lane);
+}
+
 // Left factors in stages of two steps, in two places by turns, like W0. With more than one stage of split factors they
 // come twice: for the small products, then for the great ones.
 // GENERAL: with gains, and with `right` of any rank, read where `prepare` wrote it.

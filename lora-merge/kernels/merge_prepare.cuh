@@ -1,4 +1,5 @@
-// What the merge kernels read, and the kernel that prepares it: splits the factors and bounds the errors. See merge.cu.
+#pragma once
+// What the merge kernels read, and its preparation: splits the factors and bounds the errors. See merge.cu.
 
 #include "merge_primitives.cuh"
 
@@ -8,6 +9,11 @@
 #define STEP 16       // ranks of one step of a tensor core
 #define STAGE_STEPS 2 // steps of a stage of copies
 #define FULL 0xffffffffu
+#define GROUP_ROWS 64   // of a warpgroup's product
+#define PANEL_STEPS 4   // steps of a panel: 64 ranks, 128 bytes a row
+#define PANEL_ROW 128   // bytes
+#define GROUP_PLACES (GROUP_ROWS * PANEL_ROW / 16)     // of a panel of `left`, of 16 bytes
+#define COLUMN_PLACES (TILE_COLUMNS * PANEL_ROW / 16)  // of a panel of `right`
 
 // A low-rank term: its place among the stacked ranks (a multiple of 16), and its scaling, alone or per row.
 struct Term {
@@ -39,8 +45,10 @@ struct Matrix {
   u32 n_terms;
   u32 parts;
   u32 first_item;
-  u32 rows_per_item;  // a multiple of TILE_ROWS
+  u32 rows_per_item;  // a multiple of TILE_ROWS, of GROUP_ROWS for warpgroups
   u32 first_warp;     // of `prepare`
+  u32 panels;         // of 64 ranks, for warpgroups; 0: fragments
+  u32 padding;
 };
 
 struct Report {
@@ -49,13 +57,21 @@ struct Report {
   u64 differs;     // whether an element differs from W0
 };
 
+// Elements that the merge leaves to `settle_doubts`.
+struct Doubts {
+  u32 count;  // may exceed the capacity: those beyond were computed where they were found
+  u32 capacity;
+  u64 entries[1];  // matrix << 50 | row << 25 | column
+};
+
 struct Params {
   const Matrix* matrices;
   Report* reports;
+  Doubts* doubts;     // null: there is no list
   u32 n_matrices;
   u32 n_warps;        // of `prepare`
   u32 right_bytes;    // room for `right` in shared memory
-  u32 padding;
+  u32 capacity;       // of `doubts`
 };
 
 __device__ __forceinline__ u32 ceil_div(u32 x, u32 y) { return (x + y - 1) / y; }
@@ -95,6 +111,24 @@ __device__ __forceinline__ float unit_for(float value) {
 __device__ __forceinline__ float error_norm(bool whole, float square, float squares, float small) {
   float once = (whole ? 0.1f : 0.9f) + 0.96f;
   return sqrtf(once * square + 0.96f * squares) * 1.001f + 1.5f * small;
+}
+
+// Where a warpgroup's operand has 16 bytes: chunk `chunk` (of two) of a step's ranks of a row. Panels of 64 ranks, a row's
+// chunks swizzled by its number.
+__device__ __forceinline__ uint4* panel_place(uint4* panels, u32 panel_rows, u32 step, u32 row, u32 chunk) {
+  u32 piece = (step % PANEL_STEPS) * 2 + chunk;
+  return panels + ((size_t)(step / PANEL_STEPS) * panel_rows + row) * (PANEL_ROW / 16) + (piece ^ (row & 7));
+}
+
+// Of four lanes with four words each, lane t gets word t of each of them.
+__device__ __forceinline__ uint4 transpose(const u32 (&x)[4], u32 t) {
+  const bool odd = t & 1, upper = t & 2;
+  u32 give0 = odd ? x[0] : x[1], give1 = odd ? x[2] : x[3];
+  u32 got0 = __shfl_xor_sync(FULL, give0, 1), got1 = __shfl_xor_sync(FULL, give1, 1);
+  // Words t & 1 and 2 + (t & 1) of lanes t & ~1 and t | 1.
+  u32 a0 = odd ? got0 : x[0], a1 = odd ? x[1] : got0, b0 = odd ? got1 : x[2], b1 = odd ? x[3] : got1;
+  u32 c0 = __shfl_xor_sync(FULL, upper ? a0 : b0, 2), c1 = __shfl_xor_sync(FULL, upper ? a1 : b1, 2);
+  return upper ? make_uint4(c0, c1, b0, b1) : make_uint4(a0, a1, c0, c1);
 }
 
 // One warp: 16 rows of `left`.
@@ -162,9 +196,17 @@ __device__ __forceinline__ void prepare_left(const Matrix& m, u32 tile, u32 lane
     u32 high[4], low[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) split(values[i & 1][(i >> 1) * 2], values[i & 1][(i >> 1) * 2 + 1], high[i], low[i]);
-    uint4* to = m.left + ((size_t)tile * m.parts * steps + step) * 32 + lane;
-    to[0] = make_uint4(high[0], high[1], high[2], high[3]);
-    if (!whole) to[(size_t)steps * 32] = make_uint4(low[0], low[1], low[2], low[3]);
+    if (m.panels) {
+      uint4* panels = m.left + (size_t)(tile / (GROUP_ROWS / TILE_ROWS)) * m.parts * m.panels * GROUP_PLACES;
+      u32 row = tile % (GROUP_ROWS / TILE_ROWS) * TILE_ROWS + (t & 1) * 8 + g;
+      uint4* to = panel_place(panels, GROUP_ROWS, step, row, t >> 1);
+      to[0] = transpose(high, t);
+      if (!whole) to[m.panels * GROUP_PLACES] = transpose(low, t);
+    } else {
+      uint4* to = m.left + ((size_t)tile * m.parts * steps + step) * 32 + lane;
+      to[0] = make_uint4(high[0], high[1], high[2], high[3]);
+      if (!whole) to[(size_t)steps * 32] = make_uint4(low[0], low[1], low[2], low[3]);
+    }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -227,6 +269,19 @@ __device__ __forceinline__ void prepare_right(const Matrix& m, u32 tile, u32 par
       }
       squares[j] += square[j];
     }
+    if (m.panels) {
+      uint4* panels = m.right + (size_t)tile * m.parts * m.panels * COLUMN_PLACES;
+      // Two columns at a time, each with two chunks. Fragment 4 * part + j, index g.
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        const u32 highs[4] = {high[j][0], high[j][1], high[j + 1][0], high[j + 1][1]};
+        const u32 lows[4] = {low[j][0], low[j][1], low[j + 1][0], low[j + 1][1]};
+        uint4* to = panel_place(panels, TILE_COLUMNS, step, part * 32 + (j + (t >> 1)) * 8 + g, t & 1);
+        to[0] = transpose(highs, t);
+        if (m.parts == 2) to[m.panels * COLUMN_PLACES] = transpose(lows, t);
+      }
+      continue;
+    }
     uint4* to = m.right + ((size_t)tile * steps + step) * m.parts * (FRAGMENTS / 2 * 32) + part * 2 * 32 + lane;
     to[0] = make_uint4(high[0][0], high[0][1], high[1][0], high[1][1]);
     to[32] = make_uint4(high[2][0], high[2][1], high[3][0], high[3][1]);
@@ -250,20 +305,4 @@ __device__ __forceinline__ void prepare_right(const Matrix& m, u32 tile, u32 par
         make_float4(error_norm(whole, square[0], squares[0], small), error_norm(whole, square[1], squares[1], small),
                     error_norm(whole, square[2], squares[2], small), error_norm(whole, square[3], squares[3], small));
   }
-}
-
-extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ Params p) {
-  u32 warp = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
-  if (warp >= p.n_warps) return;
-  u32 lower = 0, upper = p.n_matrices;
-  while (upper - lower > 1) {
-    u32 middle = (lower + upper) / 2;
-    if (p.matrices[middle].first_warp <= warp) lower = middle; else upper = middle;
-  }
-  const Matrix m = p.matrices[lower];
-  u32 item = warp - m.first_warp, row_tiles = ceil_div(m.rows, TILE_ROWS);
-  if (item < row_tiles)
-    prepare_left(m, item, lane);
-  else
-    prepare_right(m, (item - row_tiles) / 4, (item - row_tiles) % 4, lane);
 }

@@ -1,3 +1,4 @@
+#pragma once
 // What the merge kernels need of the hardware beyond C++: compute capability 8.0 or higher.
 
 typedef unsigned short u16;

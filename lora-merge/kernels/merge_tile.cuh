@@ -1,3 +1,4 @@
+#pragma once
 // A tile of a merge: its copies, its rounding, and the elements that f64 decides. See merge.cu.
 
 #include "merge_prepare.cuh"
@@ -35,6 +36,7 @@ __device__ __forceinline__ double quarter_sum(const void* left, size_t left_at, 
 // One element in f64 by four lanes, each with every fourth product of a term. Products of two floats are exact in f64,
 // so fused or not makes no difference; the other operations are kept apart, in the CPU's order.
 __device__ __noinline__ u16 exact(const Matrix* m, u32 row, u32 column, float w0) {
+  const u32 lanes = 0xfu << (threadIdx.x & 28);  // others may have another matrix
   double value = w0;
   if (m->gain) value = __dmul_rn(m->gain[row], value);
   const float* right = m->transposed + (size_t)column * m->rank;
@@ -43,8 +45,8 @@ __device__ __noinline__ u16 exact(const Matrix* m, u32 row, u32 column, float w0
     const float* right_at = right + term.first;
     double sum = term.bf16 & 1 ? quarter_sum<true>(term.left, (size_t)row * term.rank, right_at, term.rank)
                                : quarter_sum<false>(term.left, (size_t)row * term.rank, right_at, term.rank);
-    sum = __dadd_rn(sum, __shfl_xor_sync(FULL, sum, 1));
-    sum = __dadd_rn(sum, __shfl_xor_sync(FULL, sum, 2));
+    sum = __dadd_rn(sum, __shfl_xor_sync(lanes, sum, 1));
+    sum = __dadd_rn(sum, __shfl_xor_sync(lanes, sum, 2));
     double scaled = __dmul_rn(term.row_scale ? term.row_scale[row] : term.scale, sum);
     if (scaled != 0) value = __dadd_rn(value, scaled);  // -0 stays -0
   }
@@ -69,7 +71,7 @@ struct Item {
   const uint4* right;  // of these columns
   const float2* row_factors;
   const double* gain;
-  u32 rows, columns, steps, column0, first_tile, last_tile;
+  u32 rows, columns, steps, column0, first_tile, last_tile, index;
 };
 
 __device__ __forceinline__ Item find_item(const Params& p, u32 parts) {
@@ -82,7 +84,7 @@ __device__ __forceinline__ Item find_item(const Params& p, u32 parts) {
   u32 index = blockIdx.x - m.first_item, column_tiles = ceil_div(m.columns, TILE_COLUMNS);
   u32 tiles = m.rows_per_item / TILE_ROWS, steps = m.rank / STEP, column_tile = index % column_tiles;
   Item item;
-  item.matrix = &m, item.report = &p.reports[lower];
+  item.matrix = &m, item.report = &p.reports[lower], item.index = lower;
   item.w0 = m.w0, item.out = m.out, item.left = m.left, item.row_factors = m.row_factors, item.gain = m.gain;
   item.right = m.right + (size_t)column_tile * steps * parts * STEP_PLACES;
   item.rows = m.rows, item.columns = m.columns, item.steps = steps, item.column0 = column_tile * TILE_COLUMNS;
@@ -243,6 +245,31 @@ __device__ __forceinline__ void settle(const Item& item, u32 tile, u32 (&doubts)
       found.waiting = 0;
     }
   }
+}
+
+// Appends the doubtful elements of a tile to the launch's list; those that find no room stay in `doubts`.
+__device__ __forceinline__ void leave(const Item& item, u32 tile, u32 (&doubts)[2], Doubts* list, Found& found) {
+  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const u32 mine = __popc(doubts[0]) + __popc(doubts[1]);
+  if (__ballot_sync(FULL, mine != 0) == 0) return;
+  u32 before = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    u32 other = __shfl_up_sync(FULL, before, step);
+    if (lane >= step) before += other;
+  }
+  u32 first = 0;
+  if (lane == 31) first = atomicAdd(&list->count, before);
+  u32 at = __shfl_sync(FULL, first, 31) + before - mine;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    while (doubts[half] && at < list->capacity) {
+      u32 bit = __ffs(doubts[half]) - 1;
+      u64 row = tile * TILE_ROWS + half * 8 + g, column = item.column0 + (bit >> 3) * 32 + t * 8 + (bit & 7);
+      list->entries[at++] = (u64)item.index << 50 | row << 25 | column;
+      doubts[half] &= doubts[half] - 1;
+      ++found.recomputed;
+    }
 }
 
 __device__ __forceinline__ void report(const Item& item, const u32* waiting, Found& found) {

@@ -8,6 +8,18 @@ use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 
 /// Which modules an adapter targets.
+///
+/// ```
+/// use lora_merge::{AdapterConfig, Targets};
+///
+/// let config = |targets: &str| {
+///     AdapterConfig::from_json(&format!(r#"{{"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": {targets}}}"#))
+/// };
+/// assert_eq!(config(r#"["q_proj"]"#)?.target_modules, Targets::List(vec!["q_proj".into()]));
+/// assert_eq!(config(r#"".*_proj""#)?.target_modules, Targets::Regex(".*_proj".into()));
+/// assert_eq!(config(r#""all-linear""#)?.target_modules, Targets::AllLinear);
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Targets {
@@ -20,6 +32,15 @@ pub enum Targets {
 }
 
 /// Which base biases were trained with the adapter.
+///
+/// ```
+/// use lora_merge::{AdapterConfig, BiasMode};
+///
+/// let json = r#"{"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "lora_only"}"#;
+/// assert_eq!(AdapterConfig::from_json(json)?.bias, BiasMode::LoraOnly);
+/// assert_eq!(AdapterConfig::new(8, 8.0, ["q_proj"]).bias, BiasMode::None);
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BiasMode {

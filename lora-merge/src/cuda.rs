@@ -46,7 +46,9 @@ impl MergeKernels {
     /// # Errors
     /// [`Error::Cuda`]. Panics: none.
     pub fn load(compiler: &Compiler, device: &Device) -> Result<Self> {
-        let modules = compiler.load_all(device, &kernel_specs())?;
+        let mut specs = kernel_specs();
+        specs.retain(|spec| spec.archs.contains(device.arch()));
+        let modules = compiler.load_all(device, &specs)?;
         let kernel = |name: &'static str| {
             let found = modules.iter().find_map(|m| m.kernel(name).ok());
             found.ok_or(Error::Cuda(cuda_graphs::Error::InvalidArgument {
@@ -61,6 +63,14 @@ impl MergeKernels {
                 deep: kernel("merge_deep")?,
                 whole: kernel("merge_whole")?,
                 general: kernel("merge_general")?,
+                groups: match specs.iter().any(|spec| spec.name == "merge_wgmma") {
+                    true => Some([
+                        kernel("merge_wgmma_split")?,
+                        kernel("merge_wgmma_whole")?,
+                        kernel("settle_doubts")?,
+                    ]),
+                    false => None,
+                },
             },
             dora: kernel("dora_rows")?,
         })

@@ -9,6 +9,24 @@ use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
 /// Something whose weights can be checked: a store, or a whole engine.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// use lora_merge::{ActiveAdapter, DriftOptions, DriftSubject, Error, verify_no_drift};
+///
+/// /// Serves its base whatever the adapter.
+/// struct Deaf([u8; 32]);
+///
+/// impl DriftSubject for Deaf {
+///     type Error = Error;
+///     fn base_digest(&mut self) -> Result<[u8; 32], Error> { Ok(self.0) }
+///     fn served_digest(&mut self) -> Result<[u8; 32], Error> { Ok(self.0) }
+///     fn refresh(&mut self, _: &[ActiveAdapter]) -> Result<(), Error> { Ok(()) }
+/// }
+/// assert!(verify_no_drift(&mut Deaf([7; 32]), &[], &DriftOptions::default())?.passed());
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 pub trait DriftSubject {
     /// The error of its operations.
     type Error: From<Error>;
@@ -33,6 +51,27 @@ pub trait DriftSubject {
 }
 
 /// What to check.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// # let tensor = |name, shape, values| TensorSlice { name, shape, values: TensorValues::F32(values) };
+/// # let a = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, 2.0]);
+/// # let b = tensor("q_proj.lora_B.weight", &[2, 1], &[0.5, 0.25]);
+/// # let adapter = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a, b])?;
+/// # let specs = vec![ModuleSpec::linear("q_proj", 2, 2)];
+/// # let mut store = MergedStore::new(specs, OwnedWeights::new([vec![bf16::ONE; 4]]))?;
+/// use lora_merge::{DriftOptions, verify_no_drift};
+///
+/// let mut options = DriftOptions::default();
+/// options.iterations = 3;
+/// options.noise_scale = 0.1;
+/// let report = verify_no_drift(&mut store, &[ActiveAdapter::new(adapter)], &options)?;
+/// assert_eq!((report.n_iters, report.noise_scale), (3, 0.1));
+/// options.iterations = 0; // proves nothing
+/// assert!(verify_no_drift(&mut store, &[], &options).is_err());
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct DriftOptions {
@@ -59,6 +98,25 @@ impl Default for DriftOptions {
 }
 
 /// The check's result; serialises to the report's JSON.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// # let tensor = |name, shape, values| TensorSlice { name, shape, values: TensorValues::F32(values) };
+/// # let a = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, 2.0]);
+/// # let b = tensor("q_proj.lora_B.weight", &[2, 1], &[0.5, 0.25]);
+/// # let adapter = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a, b])?;
+/// # let specs = vec![ModuleSpec::linear("q_proj", 2, 2)];
+/// # let mut store = MergedStore::new(specs, OwnedWeights::new([vec![bf16::ONE; 4]]))?;
+/// use lora_merge::{DriftOptions, verify_no_drift};
+///
+/// let report = verify_no_drift(&mut store, &[ActiveAdapter::new(adapter)], &DriftOptions::default())?;
+/// assert!(report.passed());
+/// let json = serde_json::to_value(&report).expect("plain fields");
+/// assert_eq!(json["base_bit_identical"], true);
+/// assert_eq!(json["base_hash_before"], json["base_hash_after"]);
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DriftReport {

@@ -3,6 +3,16 @@
 use std::path::PathBuf;
 
 /// Errors of this crate. Nothing here is raised by a panic; a failed call leaves the state as it was.
+///
+/// ```
+/// use lora_merge::{AdapterConfig, Error};
+///
+/// let json = r#"{"peft_type": "LORA", "target_modules": ["q_proj"], "layer_replication": [[0, 4]]}"#;
+/// match AdapterConfig::from_json(json) {
+///     Err(Error::Unsupported { field, .. }) => assert_eq!(field, "layer_replication"),
+///     other => panic!("{other:?}"),
+/// }
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

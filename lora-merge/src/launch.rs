@@ -2,7 +2,9 @@
 #![allow(unsafe_code)]
 
 use bytemuck::{Pod, Zeroable};
-use cuda_graphs::{DeviceInfo, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Stream};
+use cuda_graphs::{
+    Arch, Archs, DeviceInfo, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
+};
 use half::bf16;
 
 /// Rows and columns of a tile, ranks of a step; in step with the kernel.
@@ -10,8 +12,27 @@ const TILE_ROWS: usize = 16;
 const TILE_COLUMNS: usize = 128;
 /// Ranks are padded to a multiple of this, per term.
 pub(crate) const RANK_STEP: usize = 16;
+/// Rows of a warpgroup's tile, and ranks of a panel.
+const GROUP_ROWS: usize = 64;
+const PANEL_RANKS: usize = 64;
+/// Registers of a thread of the kernels for warpgroups, and warpgroups of their largest block.
+const GROUP_REGISTERS: u32 = 168;
+const MOST_GROUPS: usize = 3;
+/// Warps of a warpgroup.
+const GROUP_WARPS: usize = 4;
+/// Doubtful elements that a launch for warpgroups can list: about 0.5 % of those of two layers of Qwen3-4B at rank 128. Others
+/// are computed where they are found.
+const DOUBTS: usize = 1 << 20;
+const DOUBT_BYTES: usize = 8 * (DOUBTS + 1);
+/// Blocks of the kernel that works off the list, per multiprocessor.
+const SETTLING_BLOCKS: u32 = 8;
+/// Matrices of a launch: the list has 14 bits for them.
+pub(crate) const MOST_MATRICES: usize = 1 << 14;
+/// Ranks from which on warpgroups are faster.
+const GROUP_RANKS: usize = 32;
 /// Rows of one block's item, roughly: its right factors stay in shared memory for that long.
 const ROWS_PER_ITEM: usize = 1024;
+const ROWS_PER_GROUPS_ITEM: usize = 4096;
 /// Shared memory at the front of a block: norms and a counter.
 const HEAD_BYTES: usize = 4 * TILE_COLUMNS + 16;
 /// Sides of a matrix are shorter: the kernels keep a row and a column of a tile in 32 bits.
@@ -38,15 +59,23 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
         ("merge_prepare.cuh", include_str!("../kernels/merge_prepare.cuh")),
         ("merge_tile.cuh", include_str!("../kernels/merge_tile.cuh")),
     ];
+    let headers = headers.map(|(name, text)| Header::new(name, text));
+    let groups = Limits::registers(GROUP_REGISTERS);
     vec![
         KernelSpec::new("merge", include_str!("../kernels/merge.cu"))
-            .headers(headers.map(|(name, text)| Header::new(name, text)))
+            .headers(headers.clone())
             .entry("prepare", Limits::registers(128))
             .entry("merge_split", merge)
             .entry("merge_deep", deep)
             .entry("merge_whole", merge)
             .entry("merge_general", merge)
             .entry("dora_rows", Limits::registers(48)),
+        KernelSpec::new("merge_wgmma", include_str!("../kernels/merge_wgmma.cu"))
+            .headers(headers)
+            .entry("merge_wgmma_split", groups)
+            .entry("merge_wgmma_whole", groups)
+            .entry("settle_doubts", Limits::registers(128))
+            .archs(Archs::Only(vec![Arch::SM_90A])),
     ]
 }
 
@@ -61,19 +90,48 @@ pub(crate) enum Form {
     Whole,
     /// As `Split`, with gains, and of any rank.
     General,
+    /// As `Deep`, by products of warpgroups.
+    SplitGroups,
+    /// As `Whole`, by products of warpgroups.
+    WholeGroups,
 }
 
 impl Form {
+    pub(crate) const ALL: [Self; 6] = [
+        Self::Split,
+        Self::Deep,
+        Self::Whole,
+        Self::General,
+        Self::SplitGroups,
+        Self::WholeGroups,
+    ];
+
     fn parts(self) -> usize {
         match self {
-            Self::Whole => 1,
-            Self::Split | Self::Deep | Self::General => 2,
+            Self::Whole | Self::WholeGroups => 1,
+            Self::Split | Self::Deep | Self::General | Self::SplitGroups => 2,
         }
+    }
+
+    fn is_for_groups(self) -> bool {
+        matches!(self, Self::SplitGroups | Self::WholeGroups)
     }
 
     /// The form for a matrix whose ranks, padded, sum up to `rank`: right factors of a high rank do not fit into shared
     /// memory.
     pub(crate) fn of(rank: usize, whole: bool, gains: bool, device: &DeviceInfo) -> Self {
+        let groups = match whole {
+            true => Self::WholeGroups,
+            false => Self::SplitGroups,
+        };
+        // One warpgroup alone would wait for itself.
+        let fits = |form| {
+            let shared = shared_bytes(form, right_bytes(form, rank), 2 * GROUP_WARPS);
+            shared <= device.shared_bytes_per_block
+        };
+        if device.compute_capability == (9, 0) && !gains && rank >= GROUP_RANKS && fits(groups) {
+            return groups;
+        }
         let form = match (whole, rank > 2 * RANK_STEP) {
             (true, _) => Self::Whole,
             (false, false) => Self::Split,
@@ -120,6 +178,8 @@ struct Matrix {
     first_item: u32,
     rows_per_item: u32,
     first_warp: u32,
+    panels: u32,
+    padding: u32,
 }
 
 /// Words of one matrix in a table.
@@ -140,10 +200,12 @@ pub(crate) struct Report {
 struct Params {
     matrices: u64,
     reports: u64,
+    /// The list of elements that are computed again; 0: there is none.
+    doubts: u64,
     n_matrices: u32,
     n_warps: u32,
     right_bytes: u32,
-    padding: u32,
+    capacity: u32,
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -220,17 +282,28 @@ fn right_bytes(form: Form, rank: usize) -> usize {
     match form {
         Form::General => 0,
         Form::Split | Form::Deep | Form::Whole => rank / RANK_STEP * form.parts() * 4096,
+        Form::SplitGroups | Form::WholeGroups => form.parts() * panels(rank) * TILE_COLUMNS * 2 * PANEL_RANKS,
     }
+}
+
+/// Panels that hold this many ranks.
+fn panels(rank: usize) -> usize {
+    rank.div_ceil(PANEL_RANKS)
 }
 
 /// Shared memory of a block.
 fn shared_bytes(form: Form, right_bytes: usize, warps: usize) -> usize {
     let w0 = 2 * TILE_ROWS * TILE_COLUMNS;
+    if form.is_for_groups() {
+        // Per warpgroup W₀ and left factors of one tile: half as many rows as the right factors have columns.
+        let per_group = GROUP_ROWS * TILE_COLUMNS * 2 + right_bytes / 2;
+        return right_bytes + warps / GROUP_WARPS * per_group + 4 * TILE_COLUMNS + warps * 32;
+    }
     let per_warp = match form {
         // All left factors of a tile, an eighth of the right ones.
         Form::Deep => w0 + right_bytes / 8,
         // Two places for W₀ and for two steps of left factors.
-        Form::Split | Form::Whole | Form::General => 2 * w0 + 2 * form.parts() * 1024,
+        _ => 2 * w0 + 2 * form.parts() * 1024,
     };
     // A list of doubtful elements.
     HEAD_BYTES + right_bytes + warps * (per_warp + 32)
@@ -238,16 +311,24 @@ fn shared_bytes(form: Form, right_bytes: usize, warps: usize) -> usize {
 
 /// Warps of a block: as many as possible on a multiprocessor, in blocks as small as possible.
 fn block_warps(form: Form, right_bytes: usize, device: &DeviceInfo) -> Option<usize> {
+    let registers = match form.is_for_groups() {
+        true => GROUP_REGISTERS,
+        false => REGISTERS,
+    };
     let resident = |warps: usize| {
         let shared = shared_bytes(form, right_bytes, warps);
         if shared > device.shared_bytes_per_block {
             return 0;
         }
         let by_shared = device.shared_bytes_per_multiprocessor / (shared + 1024);
-        let by_registers = device.registers_per_multiprocessor as usize / (REGISTERS as usize * 32 * warps);
+        let by_registers = device.registers_per_multiprocessor as usize / (registers as usize * 32 * warps);
         by_shared.min(by_registers).max(1) * warps
     };
-    let sizes = [8, 12, MOST_WARPS, 6, 4].into_iter().filter(|w| resident(*w) > 0);
+    let sizes: &[usize] = match form.is_for_groups() {
+        true => &[GROUP_WARPS, 2 * GROUP_WARPS, MOST_GROUPS * GROUP_WARPS],
+        false => &[8, 12, MOST_WARPS, 6, 4],
+    };
+    let sizes = sizes.iter().copied().filter(|w| resident(*w) > 0);
     // The first of several equal ones.
     sizes.rev().max_by_key(|warps| resident(*warps))
 }
@@ -256,10 +337,23 @@ fn block_warps(form: Form, right_bytes: usize, device: &DeviceInfo) -> Option<us
 fn scratch_parts(form: Form, rows: usize, columns: usize, rank: usize) -> [usize; 5] {
     let (row_tiles, column_tiles) = (rows.div_ceil(TILE_ROWS), columns.div_ceil(TILE_COLUMNS));
     let steps = rank / RANK_STEP;
+    let (left, right, rows) = match form.is_for_groups() {
+        // Whole tiles of warpgroups, also behind the last row.
+        true => {
+            let tiles = rows.div_ceil(GROUP_ROWS);
+            let left = tiles * form.parts() * panels(rank) * GROUP_ROWS * 2 * PANEL_RANKS;
+            (left, column_tiles * right_bytes(form, rank), tiles * GROUP_ROWS)
+        }
+        false => {
+            let left = row_tiles * form.parts() * steps * 512;
+            let right = column_tiles * form.parts() * steps * 4096;
+            (left, right, row_tiles * TILE_ROWS)
+        }
+    };
     [
-        row_tiles * form.parts() * steps * 512,
-        column_tiles * form.parts() * steps * 4096,
-        row_tiles * TILE_ROWS * 8,
+        left,
+        right,
+        rows * 8,
         column_tiles * TILE_COLUMNS * 4,
         columns * rank * 4,
     ]
@@ -280,6 +374,14 @@ pub(crate) struct Table {
     prepare_warps: usize,
     block_warps: usize,
     right_bytes: usize,
+    /// Address of the list of doubtful elements, for warpgroups.
+    doubts: u64,
+    settling_blocks: u32,
+}
+
+/// Bytes of scratch memory that a launch needs besides its matrices'.
+pub(crate) fn list_bytes(form: Form) -> usize {
+    if form.is_for_groups() { DOUBT_BYTES } else { 0 }
 }
 
 /// Describes a launch. Its matrices' scratch memory is laid out one after the other in `scratch`.
@@ -302,8 +404,12 @@ pub(crate) fn table(
         };
         let [left, right, row_factors, column_norms, transposed] = place();
         // Items of a matrix are equally large.
-        let row_items = m.rows.div_ceil(ROWS_PER_ITEM);
-        let rows_per_item = m.rows.div_ceil(row_items).next_multiple_of(TILE_ROWS);
+        let (most, unit, panels) = match form.is_for_groups() {
+            true => (ROWS_PER_GROUPS_ITEM, GROUP_ROWS, panels(m.rank)),
+            false => (ROWS_PER_ITEM, TILE_ROWS, 0),
+        };
+        let row_items = m.rows.div_ceil(most);
+        let rows_per_item = m.rows.div_ceil(row_items).next_multiple_of(unit);
         let column_tiles = m.columns.div_ceil(TILE_COLUMNS);
         let matrix = Matrix {
             w0: m.w0.ptr(),
@@ -323,14 +429,24 @@ pub(crate) fn table(
             first_item: u32::try_from(items).map_err(|_| refuse("too many tiles"))?,
             rows_per_item: rows_per_item as u32,
             first_warp: u32::try_from(warps).map_err(|_| refuse("too many tiles"))?,
+            panels: panels as u32,
+            padding: 0,
         };
         words.extend_from_slice(bytemuck::cast_slice(&[matrix]));
         items += column_tiles * m.rows.div_ceil(rows_per_item);
         warps += m.rows.div_ceil(TILE_ROWS) + 4 * column_tiles;
         widest = widest.max(m.rank);
     }
-    if used > scratch.len() {
+    let doubts = if form.is_for_groups() {
+        scratch.ptr() + used as u64
+    } else {
+        0
+    };
+    if used + list_bytes(form) > scratch.len() {
         return Err(refuse("the scratch memory is too small"));
+    }
+    if matrices.len() > MOST_MATRICES {
+        return Err(refuse("too many matrices for one launch"));
     }
     let right_bytes = right_bytes(form, widest);
     let block_warps = block_warps(form, right_bytes, device);
@@ -341,6 +457,8 @@ pub(crate) fn table(
         prepare_warps: warps,
         block_warps: block_warps.ok_or_else(|| refuse("the rank is too high for this form"))?,
         right_bytes,
+        doubts,
+        settling_blocks: SETTLING_BLOCKS * device.multiprocessors,
     })
 }
 
@@ -352,6 +470,8 @@ pub(crate) struct Kernels {
     pub(crate) deep: Kernel,
     pub(crate) whole: Kernel,
     pub(crate) general: Kernel,
+    /// Split and whole, and what works off their list, where there are warpgroups.
+    pub(crate) groups: Option<[Kernel; 3]>,
 }
 
 /// Merges the matrices of a table, which must be on the device in `words`. `reports` has one entry per matrix.
@@ -378,25 +498,38 @@ pub(crate) fn merge(
         n_matrices: n_matrices as u32,
         n_warps: u32::try_from(table.prepare_warps).map_err(|_| refuse("too many tiles"))?,
         right_bytes: table.right_bytes as u32,
-        padding: 0,
+        doubts: table.doubts,
+        capacity: DOUBTS as u32,
     };
     let grid = u32::try_from(table.items).map_err(|_| refuse("too many tiles"))?;
     let prepare = LaunchConfig::new(table.prepare_warps.div_ceil(8) as u32, 256);
     let shared = shared_bytes(table.form, table.right_bytes, table.block_warps);
     let merge = LaunchConfig::new(grid, 32 * table.block_warps as u32).dynamic_shared_bytes(shared as u32);
+    let groups = || {
+        let groups = kernels.groups.as_ref();
+        groups.ok_or_else(|| refuse("this device has no products of warpgroups"))
+    };
     let kernel = match table.form {
         Form::Split => &kernels.split,
         Form::Deep => &kernels.deep,
         Form::Whole => &kernels.whole,
         Form::General => &kernels.general,
+        Form::SplitGroups => &groups()?[0],
+        Form::WholeGroups => &groups()?[1],
     };
     // SAFETY: every matrix's slices have the lengths that its shape implies and its part of the scratch memory is as long
     // as the kernels take it to be, both checked where the table was made; the terms are as described above, and the
     // tiles of the grids are those of the table. The slices are borrowed by the caller; freeing device memory waits for
-    // the device. What `prepare` writes is read by the launch behind it on the same stream.
+    // the device. What one kernel writes is read by those behind it on the same stream. The list lies behind the matrices'
+    // parts of the scratch memory and is as long as its capacity says.
     unsafe {
         kernels.prepare.launch(stream, &prepare, &params)?;
-        kernel.launch(stream, &merge, &params)
+        kernel.launch(stream, &merge, &params)?;
+        if table.form.is_for_groups() {
+            let settle = LaunchConfig::new(table.settling_blocks, 256);
+            groups()?[2].launch(stream, &settle, &params)?;
+        }
+        Ok(())
     }
 }
 

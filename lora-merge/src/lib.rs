@@ -32,7 +32,7 @@ pub use drift::{DriftOptions, DriftReport, DriftSubject, verify_no_drift};
 pub use error::{Error, Result};
 pub use merge::{MergeOutcome, merge_into};
 pub use module::{ModuleKind, ModuleSpec};
-pub use resolve::{ActiveAdapter, LowRankTerm, ModuleUpdate, Resolved, resolve};
+pub use resolve::{ActiveAdapter, LowRankTerm, ModuleUpdate, Resolved, Resolver, resolve};
 pub use rounding::bf16_from_f64;
 pub use source::{BorrowedWeights, FileWeights, OwnedWeights, PristineSource};
 pub use store::{MemoryReport, MergedStore, RefreshReport, RefreshStep};

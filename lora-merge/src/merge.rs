@@ -40,13 +40,34 @@ const MR: usize = 6;
 /// Rows of a task: a multiple of `MR`.
 const ROWS_PER_TASK: usize = 96;
 /// Products that are added in one go; longer sums are cut, which keeps the error bound small.
-const RUN: usize = 32;
+const RUN: usize = 16;
 /// Bytes of packed panels that stay in L2 while a task's rows pass.
 const PANEL_BYTES: usize = 192 * 1024;
 /// Least factor of a bound: the product of two covers results that are too small for relative bounds.
 const LEAST: f64 = 1e-20;
 
 /// What a merge found out while writing.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// use lora_merge::{ModuleUpdate, merge_into};
+///
+/// let term = LowRankTerm {
+///     r: 1,
+///     left: vec![0.5, -0.5].into(),       // B, [2, 1]
+///     right: vec![1.0, 0.0, 2.0].into(),  // A, [1, 3]
+///     scaling: 2.0,
+///     magnitude: None,
+/// };
+/// let update = ModuleUpdate::from_terms(2, 3, vec![term])?;
+/// let w0 = [bf16::ONE; 6];
+/// let mut merged = [bf16::ZERO; 6];
+/// let outcome = merge_into(&w0, &update, &mut merged)?;
+/// assert!(outcome.changed && outcome.differs_from_base);
+/// assert!(!merge_into(&w0, &update, &mut merged)?.changed, "the same again");
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MergeOutcome {

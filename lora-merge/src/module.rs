@@ -3,6 +3,13 @@
 use crate::{Error, Result};
 
 /// How a module stores and uses its matrix, as far as PEFT distinguishes it.
+///
+/// ```
+/// use lora_merge::{ModuleKind, ModuleSpec};
+///
+/// assert_eq!(ModuleSpec::linear("q_proj", 4, 3).stored_shape(), (4, 3));
+/// assert_eq!(ModuleSpec::new("c_attn", 4, 3, ModuleKind::Conv1d).stored_shape(), (3, 4));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ModuleKind {
@@ -19,6 +26,14 @@ pub enum ModuleKind {
 /// One named matrix of the base model.
 ///
 /// `name` is the module's dotted path without `.weight`, for instance `model.layers.0.self_attn.q_proj`.
+///
+/// ```
+/// use lora_merge::ModuleSpec;
+///
+/// let spec = ModuleSpec::linear("model.layers.0.self_attn.q_proj", 4096, 2560).with_bias();
+/// assert_eq!(spec.elements(), 4096 * 2560);
+/// assert!(spec.has_bias);
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ModuleSpec {

@@ -7,13 +7,30 @@ use crate::adapter::Part;
 use crate::module::{ModuleKind, check_unique};
 use crate::target::{Selection, Selector};
 use crate::tensors::Tensor;
-use crate::{Adapter, Error, ModuleSpec, Result};
+use crate::{Adapter, AdapterConfig, Error, ModuleSpec, Result};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::collections::HashSet;
 use std::sync::Arc;
 
 /// An adapter and the factor on its scaling (1 is what the adapter was trained with).
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// # let tensor = |name, shape, values| TensorSlice { name, shape, values: TensorValues::F32(values) };
+/// # let a = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, 2.0]);
+/// # let b = tensor("q_proj.lora_B.weight", &[2, 1], &[0.5, 0.25]);
+/// # let adapter = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a, b])?;
+/// # let specs = vec![ModuleSpec::linear("q_proj", 2, 2)];
+/// # let mut store = MergedStore::new(specs, OwnedWeights::new([vec![bf16::ONE; 4]]))?;
+/// use lora_merge::ActiveAdapter;
+///
+/// let half = ActiveAdapter { weight: 0.5, ..ActiveAdapter::new(adapter) };
+/// store.refresh(&[half])?;
+/// assert_eq!(store.weight(0), Some(&[1.25, 1.5, 1.125, 1.25].map(bf16::from_f32)[..]));
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct ActiveAdapter {
     /// The adapter.
@@ -33,6 +50,24 @@ impl ActiveAdapter {
 }
 
 /// One low-rank term `scaling · left · right` of a module's weight, in the orientation in which it is stored.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// use lora_merge::{LowRankTerm, ModuleUpdate};
+///
+/// let term = LowRankTerm {
+///     r: 1,
+///     left: vec![0.5, -0.5].into(),       // B, [2, 1]
+///     right: vec![1.0, 0.0, 2.0].into(),  // A, [1, 3]
+///     scaling: 2.0,
+///     magnitude: None,
+/// };
+/// let update = ModuleUpdate::from_terms(2, 3, vec![term.clone()])?;
+/// assert_eq!(update.terms()[0].scaling, 2.0);
+/// assert!(ModuleUpdate::from_terms(3, 3, vec![term]).is_err(), "B has two rows");
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct LowRankTerm {
     /// Rank.
@@ -48,6 +83,25 @@ pub struct LowRankTerm {
 }
 
 /// What a set of adapters does to one module.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// use lora_merge::{LowRankTerm, ModuleUpdate, merge_into};
+///
+/// let term = LowRankTerm {
+///     r: 1,
+///     left: vec![0.5, -0.5].into(),       // B, [2, 1]
+///     right: vec![1.0, 0.0, 2.0].into(),  // A, [1, 3]
+///     scaling: 2.0,
+///     magnitude: None,
+/// };
+/// let update = ModuleUpdate::from_terms(2, 3, vec![term])?;
+/// let mut merged = [bf16::ZERO; 6];
+/// merge_into(&[bf16::ONE; 6], &update, &mut merged)?;
+/// assert_eq!(merged, [2.0, 1.0, 3.0, 0.0, 1.0, -1.0].map(bf16::from_f32));
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct ModuleUpdate {
     rows: usize,
@@ -151,6 +205,21 @@ impl ModuleUpdate {
 }
 
 /// The result of [`resolve`].
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// # let tensor = |name, shape, values| TensorSlice { name, shape, values: TensorValues::F32(values) };
+/// # let a = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, 2.0]);
+/// # let b = tensor("q_proj.lora_B.weight", &[2, 1], &[0.5, 0.25]);
+/// # let adapter = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a, b])?;
+/// # let specs = vec![ModuleSpec::linear("q_proj", 2, 2)];
+/// let resolved = lora_merge::resolve(&[ActiveAdapter::new(adapter)], &specs)?;
+/// let update = resolved.updates()[0].as_ref().expect("q_proj is adapted");
+/// assert_eq!((update.shape(), update.total_rank()), ((2, 2), 1));
+/// assert_ne!(resolved.digest(), lora_merge::resolve(&[], &specs)?.digest());
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Resolved {
     updates: Vec<Option<ModuleUpdate>>,
@@ -175,39 +244,118 @@ impl Resolved {
     }
 }
 
+/// Configurations whose matches a [`Resolver`] remembers.
+const REMEMBERED: usize = 8;
+
+/// What one configuration does to each module.
+type Selections = Arc<[Selection]>;
+
+/// A model's modules, and which of them the configurations seen lately select.
+///
+/// Which modules an adapter applies to depends on its configuration and the modules' names alone, and matching names
+/// against PEFT's patterns is most of the work of resolving. A trainer sends the same configuration with every
+/// update, so that the matches of the first one serve them all.
+///
+/// ```
+/// use lora_merge::{ActiveAdapter, Adapter, AdapterConfig, ModuleSpec, Resolver, TensorSlice, TensorValues};
+///
+/// let mut resolver = Resolver::new(vec![ModuleSpec::linear("q_proj", 2, 2), ModuleSpec::linear("o_proj", 2, 2)])?;
+/// let tensor = |name, shape, values| TensorSlice { name, shape, values: TensorValues::F32(values) };
+/// let a = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, 2.0]);
+/// let b = tensor("q_proj.lora_B.weight", &[2, 1], &[0.5, 0.25]);
+/// let adapter = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a, b])?;
+/// let resolved = resolver.resolve(&[ActiveAdapter::new(adapter)])?;
+/// assert!(resolved.updates()[0].is_some() && resolved.updates()[1].is_none());
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Resolver {
+    specs: Vec<ModuleSpec>,
+    /// The most recent last.
+    known: Vec<(AdapterConfig, Selections)>,
+}
+
+impl Resolver {
+    /// A resolver for a model's modules.
+    ///
+    /// # Errors
+    /// [`Error::DuplicateModule`]. Panics: none.
+    pub fn new(specs: Vec<ModuleSpec>) -> Result<Self> {
+        check_unique(&specs)?;
+        Ok(Self {
+            specs,
+            known: Vec::new(),
+        })
+    }
+
+    /// The modules.
+    pub fn specs(&self) -> &[ModuleSpec] {
+        &self.specs
+    }
+
+    /// Applies PEFT's rules to every (adapter, module) pair; the result is that of [`resolve`].
+    ///
+    /// # Errors
+    /// As [`resolve`]. Panics: none.
+    pub fn resolve(&mut self, active: &[ActiveAdapter]) -> Result<Resolved> {
+        let mut ordered: Vec<&ActiveAdapter> = active.iter().collect();
+        ordered.sort_by_key(|a| (a.adapter.digest(), a.weight.to_bits()));
+        let mut updates: Vec<Option<ModuleUpdate>> = vec![None; self.specs.len()];
+        let mut warnings = Vec::new();
+        for active in &ordered {
+            if !active.weight.is_finite() {
+                return Err(Error::AdapterWeight {
+                    weight: active.weight,
+                    reason: "it must be finite",
+                });
+            }
+            let config = active.adapter.config();
+            let selections = self.selections(config)?;
+            apply(active, &self.specs, &selections, &mut updates)?;
+            if config.fan_in_fan_out && self.specs.iter().any(|s| s.kind == ModuleKind::Linear) {
+                warnings.push(
+                    "`fan_in_fan_out` is set but the modules store [out, in]: as in PEFT it is ignored"
+                        .into(),
+                );
+            }
+        }
+        Ok(Resolved {
+            updates,
+            digest: policy_digest(&ordered),
+            warnings,
+        })
+    }
+
+    /// What a configuration does to each module, remembered or matched now.
+    fn selections(&mut self, config: &AdapterConfig) -> Result<Selections> {
+        let known = match self.known.iter().position(|(known, _)| known == config) {
+            Some(index) => self.known.remove(index),
+            None => {
+                let selector = Selector::new(config)?;
+                let matches = self.specs.par_iter().map(|spec| selector.select(spec));
+                (config.clone(), matches.collect::<Result<Vec<_>>>()?.into())
+            }
+        };
+        if self.known.len() == REMEMBERED {
+            self.known.remove(0);
+        }
+        let selections = known.1.clone();
+        self.known.push(known);
+        Ok(selections)
+    }
+}
+
 /// Applies PEFT's rules to every (adapter, module) pair.
 ///
-/// The result does not depend on the order of `active`: terms are sorted by their adapters' digests and weights.
+/// The result does not depend on the order of `active`: terms are sorted by their adapters' digests and weights. Who
+/// resolves again and again keeps a [`Resolver`].
 ///
 /// # Errors
 /// [`Error::MissingTensor`], [`Error::UnusedTensors`], [`Error::TensorShape`], [`Error::NoTarget`],
 /// [`Error::Module`], [`Error::ReplacedTwice`], [`Error::AdapterWeight`], [`Error::DuplicateModule`],
 /// [`Error::Pattern`]. Panics: none.
 pub fn resolve(active: &[ActiveAdapter], specs: &[ModuleSpec]) -> Result<Resolved> {
-    check_unique(specs)?;
-    let mut ordered: Vec<&ActiveAdapter> = active.iter().collect();
-    ordered.sort_by_key(|a| (a.adapter.digest(), a.weight.to_bits()));
-    let mut updates: Vec<Option<ModuleUpdate>> = vec![None; specs.len()];
-    let mut warnings = Vec::new();
-    for active in &ordered {
-        if !active.weight.is_finite() {
-            return Err(Error::AdapterWeight {
-                weight: active.weight,
-                reason: "it must be finite",
-            });
-        }
-        apply(active, specs, &mut updates)?;
-        if active.adapter.config().fan_in_fan_out && specs.iter().any(|s| s.kind == ModuleKind::Linear) {
-            warnings.push(
-                "`fan_in_fan_out` is set but the modules store [out, in]: as in PEFT it is ignored".into(),
-            );
-        }
-    }
-    Ok(Resolved {
-        updates,
-        digest: policy_digest(&ordered),
-        warnings,
-    })
+    Resolver::new(specs.to_vec())?.resolve(active)
 }
 
 /// SHA-256 over (adapter digest, weight) of an ordered set.
@@ -221,17 +369,17 @@ fn policy_digest(ordered: &[&ActiveAdapter]) -> [u8; 32] {
 }
 
 /// Adds what one adapter does.
-fn apply(active: &ActiveAdapter, specs: &[ModuleSpec], updates: &mut [Option<ModuleUpdate>]) -> Result<()> {
+fn apply(
+    active: &ActiveAdapter,
+    specs: &[ModuleSpec],
+    selections: &[Selection],
+    updates: &mut [Option<ModuleUpdate>],
+) -> Result<()> {
     let adapter = active.adapter.as_ref();
     let config = adapter.config();
-    let selector = Selector::new(config)?;
-    let selections: Vec<Selection> = specs
-        .par_iter()
-        .map(|spec| selector.select(spec))
-        .collect::<Result<_>>()?;
     let mut used: HashSet<(&str, Part)> = HashSet::new();
     let mut any = false;
-    for ((spec, selection), slot) in specs.iter().zip(&selections).zip(updates.iter_mut()) {
+    for ((spec, selection), slot) in specs.iter().zip(selections).zip(updates.iter_mut()) {
         let (rows, columns) = spec.stored_shape();
         let take = |part: Part, shape: &[usize]| take(adapter, spec, part, shape);
         let update = || ModuleUpdate {

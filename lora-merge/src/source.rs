@@ -11,6 +11,26 @@ use std::sync::Mutex;
 ///
 /// Modules are counted in the order of the [`ModuleSpec`]s of the [`crate::MergedStore`]. Every call for the same
 /// module must give the same bits; `verify-no-drift` checks that it does.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// use lora_merge::{MergedStore, ModuleSpec, PristineSource};
+///
+/// /// Weights that are computed, not held.
+/// struct Ones;
+///
+/// impl PristineSource for Ones {
+///     fn slice(&self, _: usize) -> Option<&[bf16]> { None }
+///     fn read(&self, _: usize, out: &mut [bf16]) -> Result<(), String> {
+///         out.fill(bf16::ONE);
+///         Ok(())
+///     }
+/// }
+/// let store = MergedStore::new(vec![ModuleSpec::linear("q_proj", 1, 2)], Ones)?;
+/// assert_eq!(store.weight(0), Some(&[bf16::ONE; 2][..]));
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 pub trait PristineSource: Send + Sync {
     /// The weight, row-major as stored, if it lies in memory (owned, borrowed or mapped).
     fn slice(&self, module: usize) -> Option<&[bf16]>;
@@ -48,6 +68,17 @@ pub trait PristineSource: Send + Sync {
 }
 
 /// Weights in memory that the source owns.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// use lora_merge::{OwnedWeights, PristineSource};
+///
+/// let weights = OwnedWeights::new([vec![bf16::ONE; 4]]).with_bias(0, vec![0.5, -0.5]);
+/// assert_eq!(weights.slice(0).map(<[_]>::len), Some(4));
+/// assert_eq!(weights.bias(0), Some(&[0.5, -0.5][..]));
+/// assert_eq!(weights.resident_bytes(0), 8);
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct OwnedWeights {
     weights: Vec<Box<[bf16]>>,
@@ -85,6 +116,17 @@ impl PristineSource for OwnedWeights {
 }
 
 /// Weights in memory that belong to someone else.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// use lora_merge::{BorrowedWeights, PristineSource};
+///
+/// let model = [bf16::ONE; 4];
+/// let weights = BorrowedWeights(vec![&model]);
+/// assert_eq!(weights.slice(0), Some(&model[..]));
+/// assert_eq!(weights.resident_bytes(0), 0, "the model's own");
+/// ```
 #[derive(Clone, Debug)]
 pub struct BorrowedWeights<'a>(pub Vec<&'a [bf16]>);
 
@@ -99,6 +141,21 @@ impl PristineSource for BorrowedWeights<'_> {
 }
 
 /// Weights that are read from a file again at every refresh: half the memory, a slower refresh.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// use lora_merge::{FileWeights, ModuleSpec, PristineSource};
+///
+/// let path = std::env::temp_dir().join(format!("weights-{}", std::process::id()));
+/// std::fs::write(&path, [0x80, 0x3f, 0x00, 0x40]).expect("writable"); // 1 and 2 in bf16
+/// let weights = FileWeights::open(&path, &[ModuleSpec::linear("q_proj", 1, 2)], vec![0])?;
+/// let mut read = [bf16::ZERO; 2];
+/// weights.read(0, &mut read).expect("it is there");
+/// assert_eq!(read, [1.0, 2.0].map(bf16::from_f32));
+/// # std::fs::remove_file(path).ok();
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct FileWeights {
     file: Mutex<File>,

@@ -1,10 +1,9 @@
 //! Pristine and merged weights side by side, and the refresh between them.
 
 use crate::merge::{MergeOutcome, RowFactors, merge_with};
-use crate::module::check_unique;
 use crate::resolve::check_length;
 use crate::{
-    ActiveAdapter, Error, ModuleSpec, ModuleUpdate, PolicyVersion, PristineSource, Resolved, Result, resolve,
+    ActiveAdapter, Error, ModuleSpec, ModuleUpdate, PolicyVersion, PristineSource, Resolved, Resolver, Result,
 };
 use half::bf16;
 use rayon::prelude::*;
@@ -12,6 +11,24 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 /// A step of a refresh, as the fault hook sees it. Modules are indices into the specs.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// # let tensor = |name, shape, values| TensorSlice { name, shape, values: TensorValues::F32(values) };
+/// # let a = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, 2.0]);
+/// # let b = tensor("q_proj.lora_B.weight", &[2, 1], &[0.5, 0.25]);
+/// # let adapter = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a, b])?;
+/// # let specs = vec![ModuleSpec::linear("q_proj", 2, 2)];
+/// # let mut store = MergedStore::new(specs, OwnedWeights::new([vec![bf16::ONE; 4]]))?;
+/// use lora_merge::{Error, RefreshStep};
+///
+/// store.set_fault_hook(Some(Box::new(|step| step == RefreshStep::Publish)));
+/// let error = store.refresh(&[ActiveAdapter::new(adapter)]).unwrap_err();
+/// assert!(matches!(error, Error::Injected { .. }));
+/// assert_eq!(store.version().number, 0, "the base is still in force");
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RefreshStep {
@@ -30,6 +47,22 @@ pub enum RefreshStep {
 }
 
 /// What a refresh did.
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// # let tensor = |name, shape, values| TensorSlice { name, shape, values: TensorValues::F32(values) };
+/// # let a = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, 2.0]);
+/// # let b = tensor("q_proj.lora_B.weight", &[2, 1], &[0.5, 0.25]);
+/// # let adapter = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a, b])?;
+/// # let specs = vec![ModuleSpec::linear("q_proj", 2, 2)];
+/// # let mut store = MergedStore::new(specs, OwnedWeights::new([vec![bf16::ONE; 4]]))?;
+/// let report = store.refresh(&[ActiveAdapter::new(adapter)])?;
+/// assert_eq!((report.version.number, report.adapted_modules, report.changed_modules), (1, 1, 1));
+/// let report = store.refresh(&[])?;
+/// assert_eq!((report.restored_modules, report.differs_from_base), (1, false));
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RefreshReport {
@@ -53,6 +86,21 @@ pub struct RefreshReport {
 }
 
 /// Bytes held by a [`MergedStore`].
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// # let tensor = |name, shape, values| TensorSlice { name, shape, values: TensorValues::F32(values) };
+/// # let a = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, 2.0]);
+/// # let b = tensor("q_proj.lora_B.weight", &[2, 1], &[0.5, 0.25]);
+/// # let adapter = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a, b])?;
+/// # let specs = vec![ModuleSpec::linear("q_proj", 2, 2)];
+/// # let mut store = MergedStore::new(specs, OwnedWeights::new([vec![bf16::ONE; 4]]))?;
+/// assert_eq!(store.memory().merged_bytes, 0, "nothing is held twice before it is adapted");
+/// store.refresh(&[ActiveAdapter::new(adapter)])?;
+/// assert_eq!((store.memory().merged_modules, store.memory().merged_bytes), (1, 8));
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryReport {
@@ -106,7 +154,7 @@ struct Applied {
 /// # Ok::<(), lora_merge::Error>(())
 /// ```
 pub struct MergedStore<S> {
-    specs: Vec<ModuleSpec>,
+    resolver: Resolver,
     source: S,
     slots: Vec<Slot>,
     active: Vec<ActiveAdapter>,
@@ -141,9 +189,9 @@ impl<S: PristineSource> MergedStore<S> {
     /// # Errors
     /// [`Error::DuplicateModule`], [`Error::Length`], [`Error::Pristine`], [`Error::OutOfMemory`]. Panics: none.
     pub fn new(specs: Vec<ModuleSpec>, source: S) -> Result<Self> {
-        check_unique(&specs)?;
-        let mut slots = Vec::with_capacity(specs.len());
-        for (module, spec) in specs.iter().enumerate() {
+        let mut resolver = Resolver::new(specs)?;
+        let mut slots = Vec::with_capacity(resolver.specs().len());
+        for (module, spec) in resolver.specs().iter().enumerate() {
             let mut slot = Slot::default();
             match source.slice(module) {
                 _ if source.refusal(module).is_some() => {}
@@ -159,9 +207,9 @@ impl<S: PristineSource> MergedStore<S> {
             }
             slots.push(slot);
         }
-        let sha256 = resolve(&[], &specs)?.digest();
+        let sha256 = resolver.resolve(&[])?.digest();
         Ok(Self {
-            specs,
+            resolver,
             source,
             slots,
             active: Vec::new(),
@@ -172,7 +220,16 @@ impl<S: PristineSource> MergedStore<S> {
 
     /// The modules.
     pub fn specs(&self) -> &[ModuleSpec] {
-        &self.specs
+        self.resolver.specs()
+    }
+
+    /// What a set of adapters does to the modules, as [`MergedStore::refresh`] would find it; changes nothing that is
+    /// served.
+    ///
+    /// # Errors
+    /// Those of [`crate::resolve`]. Panics: none.
+    pub fn resolve(&mut self, active: &[ActiveAdapter]) -> Result<Resolved> {
+        self.resolver.resolve(active)
     }
 
     /// The pristine weights.
@@ -192,7 +249,7 @@ impl<S: PristineSource> MergedStore<S> {
 
     /// Index of the module with this name.
     pub fn module(&self, name: &str) -> Option<usize> {
-        self.specs.iter().position(|s| s.name == name)
+        self.resolver.specs().iter().position(|s| s.name == name)
     }
 
     /// The weight to compute with, row-major as stored: merged where an adapter has ever targeted the module,
@@ -218,9 +275,13 @@ impl<S: PristineSource> MergedStore<S> {
     /// [`Error::NoSuchModule`], [`Error::OutOfMemory`]; what was allocated before stays. Panics: none.
     pub fn reserve(&mut self, modules: impl IntoIterator<Item = usize>) -> Result<()> {
         for module in modules {
-            let spec = self.specs.get(module).ok_or_else(|| Error::NoSuchModule {
-                module: module.to_string(),
-            })?;
+            let spec = self
+                .resolver
+                .specs()
+                .get(module)
+                .ok_or_else(|| Error::NoSuchModule {
+                    module: module.to_string(),
+                })?;
             if self.slots[module].merged.is_none() && self.source.refusal(module).is_none() {
                 let mut storage = allocate(spec)?;
                 pristine(&self.source, spec, module, &mut storage)?;
@@ -234,12 +295,12 @@ impl<S: PristineSource> MergedStore<S> {
     /// back to pristine, and raises the version. The order of `active` does not matter; an empty list is the base.
     ///
     /// # Errors
-    /// Those of [`resolve`], [`Error::ZeroNorm`], [`Error::MergedNotFinite`], [`Error::Pristine`],
+    /// Those of [`crate::resolve`], [`Error::ZeroNorm`], [`Error::MergedNotFinite`], [`Error::Pristine`],
     /// [`Error::OutOfMemory`], [`Error::Injected`]. The previous policy is then fully in force. Panics: none.
     pub fn refresh(&mut self, active: &[ActiveAdapter]) -> Result<RefreshReport> {
         let start = Instant::now();
         self.step(RefreshStep::Resolve)?;
-        let resolved = resolve(active, &self.specs)?;
+        let resolved = self.resolve(active)?;
         let mut plan = self.plan(&resolved)?;
         self.commit(&mut plan)?;
         let mut report = RefreshReport {
@@ -295,20 +356,20 @@ impl<S: PristineSource> MergedStore<S> {
             let weight = update.as_ref().filter(|u| u.touches_weight());
             if let (Some(_), Some(reason)) = (weight, self.source.refusal(module)) {
                 return Err(Error::Module {
-                    module: self.specs[module].name.clone(),
+                    module: self.resolver.specs()[module].name.clone(),
                     field: "merge",
                     reason,
                 });
             }
             let (merged, was_applied) = (slot.merged.is_some(), slot.applied.is_some());
-            let named = |error| name(error, &self.specs[module]);
+            let named = |error| name(error, &self.resolver.specs()[module]);
             let bias = match update {
                 Some(update) => update.bias(self.source.bias(module)).map_err(named)?,
                 None => None,
             };
             if let Some(row) = bias.iter().flatten().position(|b| !b.is_finite()) {
                 return Err(Error::MergedNotFinite {
-                    module: self.specs[module].name.clone(),
+                    module: self.resolver.specs()[module].name.clone(),
                     row,
                     column: 0,
                 });
@@ -325,14 +386,14 @@ impl<S: PristineSource> MergedStore<S> {
                 let reread = self.source.slice(module).is_none();
                 if reread {
                     self.step(RefreshStep::Read(module))?;
-                    let mut w0 = allocate(&self.specs[module])?;
-                    read(&self.source, &self.specs[module], module, &mut w0)?;
+                    let mut w0 = allocate(&self.resolver.specs()[module])?;
+                    read(&self.source, &self.resolver.specs()[module], module, &mut w0)?;
                     scratch = Some(w0);
                 }
                 if let Some(update) = weight {
                     self.step(RefreshStep::Prepare(module))?;
                     let w0 = scratch.as_deref().or(self.source.slice(module)).unwrap_or(&[]);
-                    let named = |error| name(error, &self.specs[module]);
+                    let named = |error| name(error, &self.resolver.specs()[module]);
                     let factors = RowFactors::new(w0, update).map_err(named)?;
                     planned.applied = Some(Applied {
                         update: update.clone(),
@@ -354,7 +415,7 @@ impl<S: PristineSource> MergedStore<S> {
     /// Computes a planned weight in storage of its own.
     fn complete(&self, planned: &mut Planned, w0: Option<Box<[bf16]>>, merged: bool) -> Result<Content> {
         let module = planned.module;
-        let spec = &self.specs[module];
+        let spec = &self.resolver.specs()[module];
         let storage = match &planned.applied {
             Some(applied) => {
                 let mut storage = allocate(spec)?;
@@ -412,7 +473,7 @@ impl<S: PristineSource> MergedStore<S> {
                 let w0 = self.source.slice(module).unwrap_or(&[]);
                 planned.outcome = match &planned.applied {
                     Some(applied) => merge_with(w0, &applied.update, &applied.factors, merged)
-                        .map_err(|e| name(e, &self.specs[module]))?,
+                        .map_err(|e| name(e, &self.resolver.specs()[module]))?,
                     None => copy(w0, merged),
                 };
             }
@@ -445,10 +506,12 @@ impl<S: PristineSource> MergedStore<S> {
     pub fn memory(&self) -> MemoryReport {
         let merged = self.slots.iter().filter_map(|s| s.merged.as_deref());
         MemoryReport {
-            modules: self.specs.len(),
+            modules: self.resolver.specs().len(),
             merged_modules: merged.clone().count(),
-            weight_bytes: self.specs.iter().map(|s| 2 * s.elements()).sum(),
-            pristine_bytes: (0..self.specs.len()).map(|m| self.source.resident_bytes(m)).sum(),
+            weight_bytes: self.resolver.specs().iter().map(|s| 2 * s.elements()).sum(),
+            pristine_bytes: (0..self.resolver.specs().len())
+                .map(|m| self.source.resident_bytes(m))
+                .sum(),
             merged_bytes: merged.map(size_of_val).sum(),
         }
     }
@@ -474,7 +537,7 @@ impl<S> fmt::Debug for MergedStore<S> {
         let merged = self.slots.iter().filter(|s| s.merged.is_some()).count();
         f.debug_struct("MergedStore")
             .field("version", &self.version)
-            .field("modules", &self.specs.len())
+            .field("modules", &self.resolver.specs().len())
             .field("merged", &merged)
             .finish_non_exhaustive()
     }

@@ -10,6 +10,8 @@ const SLACK: f32 = 2.4e-7;
 const CHUNK: usize = 32;
 /// Half the distance between two bf16 in bits of an f32.
 const HALF: u32 = 0x8000;
+/// Brings the magnitudes of infinity and NaN, and no others, to the highest bit.
+const FINITE: u32 = (1 << 31) - f32::INFINITY.to_bits();
 
 /// What a task found.
 #[derive(Default)]
@@ -18,6 +20,15 @@ pub(crate) struct Found {
     pub(crate) differs: u16,
     pub(crate) recomputed: u64,
     pub(crate) not_finite: Option<usize>,
+}
+
+/// Bits in which the elements of a strip changed, and in which they differ from W₀, by their place in a chunk: put together
+/// at the end, they cost no reduction for each chunk.
+struct Moved {
+    /// Whether it was known before that there are such elements: then nobody looks, and former values need not be read.
+    known: bool,
+    changed: [u16; CHUNK],
+    differs: [u16; CHUNK],
 }
 
 /// Up to `STRIP` sums of one row, ready to be added to W₀ and rounded. All slices have the same length.
@@ -51,6 +62,11 @@ impl Strip<'_> {
         let (w0, sums, norms) = (&self.w0[..n], &self.sums[..n], &self.norms[..n]);
         let (out, doubt) = (&mut out[..n], &mut doubt[..n]);
         let mut any = false;
+        let mut moved = Moved {
+            known: found.changed != 0 && found.differs != 0,
+            changed: [0; CHUNK],
+            differs: [0; CHUNK],
+        };
         let (w0, w0_rest) = w0.as_chunks::<CHUNK>();
         let (sums, sums_rest) = sums.as_chunks::<CHUNK>();
         let (norms, norms_rest) = norms.as_chunks::<CHUNK>();
@@ -58,11 +74,14 @@ impl Strip<'_> {
         let (doubt, doubt_rest) = doubt.as_chunks_mut::<CHUNK>();
         let chunks = w0.iter().zip(sums).zip(norms).zip(out).zip(doubt);
         for ((((w0, sums), norms), out), doubt) in chunks {
-            any |= self.round_some::<GAIN>(gain, w0, sums, norms, out, doubt, found);
+            any |= self.round_some::<GAIN>(gain, w0, sums, norms, out, doubt, &mut moved);
         }
         if !w0_rest.is_empty() {
-            any |= self.round_some::<GAIN>(gain, w0_rest, sums_rest, norms_rest, out_rest, doubt_rest, found);
+            let rest = (w0_rest, sums_rest, norms_rest, out_rest, doubt_rest);
+            any |= self.round_some::<GAIN>(gain, rest.0, rest.1, rest.2, rest.3, rest.4, &mut moved);
         }
+        found.changed |= moved.changed.iter().fold(0, |all, bits| all | bits);
+        found.differs |= moved.differs.iter().fold(0, |all, bits| all | bits);
         any
     }
 
@@ -81,11 +100,12 @@ impl Strip<'_> {
         norms: &[f32],
         out: &mut [bf16],
         doubt: &mut [u8],
-        found: &mut Found,
+        moved: &mut Moved,
     ) -> bool {
-        let mut new = [0u16; CHUNK];
+        // As wide as what it is made of: narrowed here, it would be read back wider than it was written, which stalls.
+        let mut new = [0u32; CHUNK];
         let mut differences = [0u32; CHUNK];
-        let (mut open, mut most) = (0u32, 0u32);
+        let mut open = 0u32;
         let lanes = w0.iter().zip(sums).zip(norms).zip(&mut new).zip(&mut differences);
         for ((((w0, sum), norm), new), difference) in lanes {
             let mut base = f32::from_bits(u32::from(w0.to_bits()) << 16);
@@ -98,35 +118,38 @@ impl Strip<'_> {
             let size = value.abs();
             let far = (size + error).to_bits().wrapping_add(HALF + 2);
             let near = (size - error).to_bits().wrapping_add(HALF - 2);
-            *difference = far ^ near;
-            open |= far ^ near;
-            most = most.max(far);
-            *new = (value.to_bits().wrapping_add(HALF) >> 16) as u16;
+            *difference = ((far ^ near) & 0xffff_0000) | (far.wrapping_add(FINITE) & (1 << 31));
+            open |= *difference;
+            *new = value.to_bits().wrapping_add(HALF);
         }
-        let (mut changed, mut differs) = (0u16, 0u16);
-        let sure = open >> 16 == 0 && most < f32::INFINITY.to_bits();
+        let sure = open == 0;
+        if sure && moved.known {
+            for (out, new) in out.iter_mut().zip(&new) {
+                *out = bf16::from_bits((new >> 16) as u16);
+            }
+            return false;
+        }
+        let flags = moved.changed.iter_mut().zip(&mut moved.differs);
         if sure {
-            for ((out, w0), new) in out.iter_mut().zip(w0).zip(&new) {
-                changed |= out.to_bits() ^ new;
-                differs |= w0.to_bits() ^ new;
-                *out = bf16::from_bits(*new);
+            let lanes = out.iter_mut().zip(w0).zip(&new).zip(flags);
+            for (((out, w0), new), (changed, differs)) in lanes {
+                let new = (new >> 16) as u16;
+                *changed |= out.to_bits() ^ new;
+                *differs |= w0.to_bits() ^ new;
+                *out = bf16::from_bits(new);
             }
         } else {
-            // Rare enough to be told apart in another way: whatever is not finite is open.
-            let not_finite = most >= f32::INFINITY.to_bits();
-            let lanes = out.iter_mut().zip(w0).zip(&new).zip(&differences).zip(doubt);
-            for ((((out, w0), new), difference), doubt) in lanes {
-                let open = difference >> 16 != 0 || not_finite;
-                let mask = if open { 0 } else { 0xffff };
-                changed |= (out.to_bits() ^ new) & mask;
-                differs |= (w0.to_bits() ^ new) & mask;
+            let lanes = out.iter_mut().zip(w0).zip(&new).zip(&differences);
+            for ((((out, w0), new), difference), ((changed, differs), doubt)) in lanes.zip(flags.zip(doubt)) {
+                let new = (new >> 16) as u16;
+                let mask = if *difference != 0 { 0 } else { 0xffff };
+                *changed |= (out.to_bits() ^ new) & mask;
+                *differs |= (w0.to_bits() ^ new) & mask;
                 // A doubtful element keeps its former value until it is settled.
                 *out = bf16::from_bits((new & mask) | (out.to_bits() & !mask));
                 *doubt = !mask as u8;
             }
         }
-        found.changed |= changed;
-        found.differs |= differs;
         !sure
     }
 }

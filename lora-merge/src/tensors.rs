@@ -7,6 +7,19 @@ use safetensors::tensor::Dtype;
 use std::sync::Arc;
 
 /// The values of one borrowed tensor, row-major.
+///
+/// ```
+/// use half::bf16;
+/// use lora_merge::{Adapter, AdapterConfig, TensorSlice, TensorValues};
+///
+/// let (a, b) = ([bf16::ONE; 2], [bf16::ONE; 2]);
+/// let tensors = [
+///     TensorSlice { name: "q_proj.lora_A.weight", shape: &[1, 2], values: TensorValues::Bf16(&a) },
+///     TensorSlice { name: "q_proj.lora_B.weight", shape: &[2, 1], values: TensorValues::Bf16(&b) },
+/// ];
+/// assert_eq!(Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &tensors)?.bytes(), 16);
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum TensorValues<'a> {
@@ -19,6 +32,14 @@ pub enum TensorValues<'a> {
 }
 
 /// One borrowed tensor of an adapter, named as in a PEFT file.
+///
+/// ```
+/// use lora_merge::{Adapter, AdapterConfig, TensorSlice, TensorValues};
+///
+/// let a = TensorSlice { name: "q_proj.lora_A.weight", shape: &[1, 3], values: TensorValues::F32(&[1.0, 2.0]) };
+/// let error = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a]).unwrap_err();
+/// assert!(error.to_string().contains("q_proj.lora_A.weight"), "three values are two: {error}");
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct TensorSlice<'a> {
     /// Name, for instance `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.

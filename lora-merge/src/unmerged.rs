@@ -8,6 +8,23 @@ use half::bf16;
 ///
 /// All terms of all active adapters are stacked along the rank, scalings already in `b`. This is the reference for
 /// merged weights, and the only way for a base whose weights cannot be rewritten (4-bit).
+///
+/// ```
+/// # use half::bf16;
+/// # use lora_merge::*;
+/// use lora_merge::{LowRankTerm, ModuleUpdate};
+///
+/// let term = LowRankTerm {
+///     r: 1,
+///     left: vec![0.5, -0.5].into(),       // B, [2, 1]
+///     right: vec![1.0, 0.0, 2.0].into(),  // A, [1, 3]
+///     scaling: 2.0,
+///     magnitude: None,
+/// };
+/// let unmerged = ModuleUpdate::from_terms(2, 3, vec![term])?.unmerged(None)?;
+/// assert_eq!((unmerged.rank, unmerged.a, unmerged.b), (1, vec![1.0, 0.0, 2.0], vec![1.0, -1.0]));
+/// # Ok::<(), lora_merge::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct UnmergedUpdate {

@@ -7,6 +7,14 @@ use std::fmt;
 ///
 /// The number tells two refreshes apart even if they merged the same adapters; the digest tells whether two engines
 /// (or two runs) hold the same policy.
+///
+/// ```
+/// use lora_merge::PolicyVersion;
+///
+/// let version = PolicyVersion { number: 3, sha256: [0x9f; 32] };
+/// assert_eq!(version.to_string(), "3:9f9f9f9f9f9f9f9f");
+/// assert_eq!(version.sha256_hex().len(), 64);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PolicyVersion {
     /// 0 for the base model before any refresh, then 1, 2, 3, …

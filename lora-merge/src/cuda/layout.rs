@@ -140,7 +140,8 @@ impl Layout {
 impl Launch {
     /// Bytes of scratch memory.
     pub(super) fn scratch(&self, entries: &[Entry]) -> usize {
-        self.entries.iter().map(|i| entries[*i].scratch()).sum()
+        let matrices: usize = self.entries.iter().map(|i| entries[*i].scratch()).sum();
+        matrices + launch::list_bytes(self.form)
     }
 }
 
@@ -157,7 +158,7 @@ impl Entry {
 pub(super) fn launches(entries: &[Entry]) -> Vec<Launch> {
     let mut launches: Vec<Launch> = Vec::new();
     let mut reports = 0;
-    for wanted in [Form::Split, Form::Deep, Form::Whole, Form::General] {
+    for wanted in Form::ALL {
         let mut used = usize::MAX;
         for (index, entry) in entries.iter().enumerate() {
             if !matches!(&entry.kind, Kind::LowRank { form, .. } if *form == wanted) {
@@ -165,9 +166,12 @@ pub(super) fn launches(entries: &[Entry]) -> Vec<Launch> {
             }
             let bytes = entry.scratch();
             match launches.last_mut() {
-                Some(launch) if used.saturating_add(bytes) <= LAUNCH_BYTES => {
-                    launch.entries.push(index);
-                    launch.reports.end += 1;
+                Some(last)
+                    if used.saturating_add(bytes) <= LAUNCH_BYTES
+                        && last.entries.len() < launch::MOST_MATRICES =>
+                {
+                    last.entries.push(index);
+                    last.reports.end += 1;
                     used += bytes;
                 }
                 _ => {

@@ -11,9 +11,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use half::bf16;
-use lora_merge::{
-    ActiveAdapter, DriftSubject, MergedStore, PolicyVersion, PristineSource, RefreshStep, resolve,
-};
+use lora_merge::{ActiveAdapter, DriftSubject, MergedStore, PolicyVersion, PristineSource, RefreshStep};
 use paged_kv::{KvCache, KvDtype, KvLayout, PageCopy};
 
 use crate::adapters::{has_effect, module_index};
@@ -460,7 +458,7 @@ impl Backend for CpuBackend {
 
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<AdapterReport> {
         let start = Instant::now();
-        let resolved = resolve(active, self.store.specs())?;
+        let resolved = self.store.resolve(active)?;
         let mut runtime: Vec<Option<RuntimeUpdate>> = resolved.updates().iter().map(|_| None).collect();
         let merged = match mode {
             MergeMode::Merged => active,

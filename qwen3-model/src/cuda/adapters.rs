@@ -21,7 +21,7 @@ use cuda_graphs::{Compiler, DeviceBuffer, DeviceSlice, PinnedBuffer, Stream};
 use half::bf16;
 use lora_merge::cuda::{MergeKernels, MergePlan, MergeTarget, MergeWorkspace};
 use lora_merge::{
-    ActiveAdapter, MemoryReport, MergeOutcome, ModuleSpec, ModuleUpdate, PolicyVersion, RefreshStep, resolve,
+    ActiveAdapter, MemoryReport, MergeOutcome, ModuleSpec, ModuleUpdate, PolicyVersion, RefreshStep, Resolver,
 };
 
 use super::CudaBackend;
@@ -63,6 +63,8 @@ type FaultHook = Box<dyn FnMut(RefreshStep) -> bool + Send>;
 /// What a [`CudaBackend`] knows of its adapters.
 pub(super) struct Adapters {
     compiler: Compiler,
+    /// The model's modules and what adapters seen before do to them.
+    pub(super) resolver: Resolver,
     kernels: Option<(MergeKernels, MergeWorkspace)>,
     place: PristineCopy,
     /// The weights as given, if they lie in a mapped file.
@@ -111,9 +113,10 @@ pub(super) fn served<'a>(
 }
 
 impl Adapters {
-    pub(super) fn new(compiler: &Compiler, weights: Option<&Weights>) -> Self {
-        Self {
+    pub(super) fn new(compiler: &Compiler, config: &Qwen3Config, weights: Option<&Weights>) -> Result<Self> {
+        Ok(Self {
             compiler: compiler.clone(),
+            resolver: Resolver::new(modules(config))?,
             kernels: None,
             place: PristineCopy::default(),
             // Cloning shares the mapped bytes.
@@ -126,7 +129,7 @@ impl Adapters {
             own_head: false,
             version: base_policy(),
             hook: None,
-        }
+        })
     }
 
     fn step(&mut self, step: RefreshStep) -> Result<()> {
@@ -375,8 +378,8 @@ impl CudaBackend {
     ) -> Result<AdapterReport> {
         let start = Instant::now();
         self.adapters.step(RefreshStep::Resolve)?;
-        let specs = modules(&self.config);
-        let resolved = resolve(active, &specs)?;
+        let resolved = self.adapters.resolver.resolve(active)?;
+        let specs = self.adapters.resolver.specs().to_vec();
         let updates: Vec<(usize, &ModuleUpdate)> = resolved
             .updates()
             .iter()
@@ -569,7 +572,7 @@ impl CudaBackend {
     /// Bytes of the pristine copies and of what is merged.
     fn adapter_memory(&self) -> Result<MemoryReport> {
         let mut report = MemoryReport::default();
-        let specs = modules(&self.config);
+        let specs = self.adapters.resolver.specs();
         report.modules = specs.len();
         report.merged_modules = self.adapters.pristine.len();
         report.weight_bytes = specs.iter().map(|s| 2 * s.elements()).sum();

@@ -243,11 +243,12 @@ impl CudaBackend {
         };
         let adapters = Adapters::new(
             compiler,
+            &config,
             match weights {
                 WeightSource::Given(weights) => Some(weights),
                 WeightSource::Random(_) | WeightSource::RandomQuantized(..) => None,
             },
-        );
+        )?;
         let weights = match weights {
             WeightSource::Given(weights) => DeviceWeights::upload(&stream, &config, weights)?,
             WeightSource::Random(seed) => DeviceWeights::random(&stream, &kernels, &config, seed, None)?,

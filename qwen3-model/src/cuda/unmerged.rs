@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use cuda_graphs::{DeviceBuffer, DeviceSlice};
 use half::bf16;
-use lora_merge::{ActiveAdapter, MemoryReport, ModuleUpdate, PolicyVersion, Resolved, resolve};
+use lora_merge::{ActiveAdapter, MemoryReport, ModuleUpdate, PolicyVersion, Resolved};
 use sha2::{Digest, Sha256};
 
 use super::{CudaBackend, Rows};
@@ -25,7 +25,7 @@ use crate::adapters::has_effect;
 use crate::launch::{
     PartUpdate, ProductOutput, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables,
 };
-use crate::{AdapterReport, Error, FusedMatrix, MergeMode, Projection, Result, modules};
+use crate::{AdapterReport, Error, FusedMatrix, MergeMode, Projection, Result};
 
 /// Room for this many policies at least.
 const POLICIES: usize = 8;
@@ -58,10 +58,10 @@ impl CudaBackend {
     /// that has no kernels; [`Error::Cuda`]. The previous policies are then in force. Panics: none.
     pub fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<AdapterReport> {
         let start = Instant::now();
-        let specs = modules(&self.config);
+        let resolver = &mut self.adapters.resolver;
         let resolved: Vec<Resolved> = policies
             .iter()
-            .map(|active| resolve(active, &specs))
+            .map(|active| resolver.resolve(active))
             .collect::<Result<_, _>>()?;
         let mut updates = Vec::with_capacity(resolved.len());
         for resolved in &resolved {
@@ -91,7 +91,7 @@ impl CudaBackend {
             .map(|r| r.updates().iter().flatten().count())
             .max();
         let mut memory = MemoryReport::default();
-        memory.modules = specs.len();
+        memory.modules = self.adapters.resolver.specs().len();
         Ok(AdapterReport {
             version,
             mode: MergeMode::Unmerged,
@@ -174,7 +174,7 @@ impl CudaBackend {
     fn part_update(&self, module: usize, update: &ModuleUpdate) -> Result<PartUpdate> {
         if update.replacement().is_some() {
             return Err(lora_merge::Error::Module {
-                module: modules(&self.config)[module].name.clone(),
+                module: self.adapters.resolver.specs()[module].name.clone(),
                 field: "modules_to_save",
                 reason: "a whole module cannot be replaced at run time on a GPU; merge the adapter",
             }
