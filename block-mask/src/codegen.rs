@@ -31,6 +31,15 @@ use crate::expr::{
 use crate::{MaskMod, ScoreMod};
 
 /// CUDA C text with the buffers that it captures.
+///
+/// ```
+/// use block_mask::MaskMod;
+///
+/// let source = (MaskMod::causal() & MaskMod::padding([7, 9])).to_cuda();
+/// assert!(source.code.contains("mask_mod"));
+/// assert_eq!(source.ints[0].values(), [7, 9]);
+/// assert!(source.captures_bytes(&[0x1000]).is_some() && source.captures_bytes(&[]).is_none(), "one buffer");
+/// ```
 #[derive(Clone, Debug)]
 pub struct CudaSource {
     /// The text: `struct Captures`, `mask_mod`, `score_mod` and their helpers.

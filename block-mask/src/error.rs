@@ -1,6 +1,17 @@
 use crate::expr::Axis;
 
 /// Everything that can go wrong in this crate. Nothing here panics on bad input.
+///
+/// ```
+/// use block_mask::expr::{Domain, IntBuffer, q};
+/// use block_mask::{Error, MaskMod};
+///
+/// let lengths = IntBuffer::new([3, 5]);
+/// let mask = MaskMod::new(lengths.at(q()).gt(0))?; // one value per query
+/// let domain = Domain { batch: 1, heads: 1, q: 0..3, kv: 0..4 };
+/// assert!(matches!(mask.check(&domain), Err(Error::IndexOutOfBounds { len: 2, highest: 2, .. })));
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

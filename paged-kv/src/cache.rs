@@ -28,6 +28,19 @@ pub struct KvCache {
 }
 
 /// One layer's keys and values, read-only.
+///
+/// ```
+/// use paged_kv::{KvCache, KvDtype, KvLayout};
+///
+/// let layout = KvLayout { n_layers: 1, kv_heads: 2, head_dim: 1, n_pages: 2, page_size: 4, dtype: KvDtype::F32 };
+/// let mut cache = KvCache::new(layout)?;
+/// cache.write(0, &[5], &[1.0, 2.0], &[3.0, 4.0])?;
+/// let view = cache.layer(0)?;
+/// assert_eq!(view.key(1, 5).map(|key| key.to_f32_vec()), Some(vec![2.0]));
+/// assert_eq!(view.value(0, 5).map(|value| value.to_f32_vec()), Some(vec![3.0]));
+/// assert!(view.key(0, 8).is_none(), "two pages of four places");
+/// # Ok::<(), paged_kv::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct KvView<'a> {
     /// Shape of the cache; `k` and `v` are one layer of it.
@@ -39,6 +52,13 @@ pub struct KvView<'a> {
 }
 
 /// Elements of a cache, of the type it was made with.
+///
+/// ```
+/// use paged_kv::{KvDtype, KvSlice};
+///
+/// let keys = KvSlice::F32(&[1.0, 2.0]);
+/// assert_eq!((keys.len(), keys.dtype(), keys.to_f32_vec()), (2, KvDtype::F32, vec![1.0, 2.0]));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KvSlice<'a> {
     /// bfloat16 elements.

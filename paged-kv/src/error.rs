@@ -5,6 +5,17 @@ use crate::{PageId, Slot};
 /// What a page table or a cache refuses, with what was asked and what there was.
 ///
 /// An operation that returns an error has changed nothing.
+///
+/// ```
+/// use paged_kv::{Error, PageTable, PageTableConfig};
+///
+/// let mut table = PageTable::new(PageTableConfig { n_pages: 8, page_size: 4, n_slots: 3, max_pages_per_slot: 4 })?;
+/// let slot = table.allocate_slot()?;
+/// let error = table.reserve(slot, 17).unwrap_err();
+/// assert!(matches!(error, Error::SequenceTooLong { asked: 17, limit: 16, .. }), "{error}");
+/// assert_eq!(table.free_pages(), 7, "nothing has changed");
+/// # Ok::<(), paged_kv::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -5,6 +5,12 @@ use std::fmt;
 use crate::Error;
 
 /// Element type of a KV cache.
+///
+/// ```
+/// use paged_kv::KvDtype;
+///
+/// assert_eq!((KvDtype::Bf16.bytes(), KvDtype::F32.to_string().as_str()), (2, "f32"));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvDtype {
     /// bfloat16, 2 bytes.

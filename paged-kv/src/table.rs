@@ -56,6 +56,16 @@ pub use integrity::IntegrityError;
 
 /// Sizes of a [`PageTable`]. Both counts include the reserved page 0 and slot 0: a batch of 64 sequences needs
 /// 65 slots, a pool of 1,000 usable pages needs 1,001 pages.
+///
+/// ```
+/// use paged_kv::{Error, PageTable, PageTableConfig};
+///
+/// let config = PageTableConfig { n_pages: 8, page_size: 4, n_slots: 3, max_pages_per_slot: 4 };
+/// assert_eq!(PageTable::new(config)?.max_len(), 16);
+/// let error = PageTable::new(PageTableConfig { n_pages: 1, ..config }).unwrap_err();
+/// assert!(matches!(error, Error::OutOfRange { field: "n_pages", .. }), "page 0 is reserved: {error}");
+/// # Ok::<(), paged_kv::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageTableConfig {
     /// Pages of the pool, page 0 included. At least 2, at most `i32::MAX` (rows hold i32).
@@ -73,6 +83,19 @@ pub struct PageTableConfig {
 ///
 /// Make copies in the order in which the table returned them, each before any later write to the cache:
 /// afterwards `src` may be written by its other owner, or be freed and written by a new one.
+///
+/// ```
+/// use paged_kv::{PageTable, PageTableConfig};
+///
+/// let mut table = PageTable::new(PageTableConfig { n_pages: 8, page_size: 4, n_slots: 3, max_pages_per_slot: 4 })?;
+/// let parent = table.allocate_slot()?;
+/// let _ = table.reserve(parent, 6)?;
+/// table.advance(parent, 6)?;
+/// let child = table.fork(parent)?; // both read the same two pages
+/// let copy = table.reserve(child, 7)?.copy.expect("the second page is half full and shared");
+/// assert_eq!(copy.tokens, 2);
+/// # Ok::<(), paged_kv::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PageCopy {
     /// The page to read.
@@ -84,6 +107,17 @@ pub struct PageCopy {
 }
 
 /// What [`PageTable::reserve`] did.
+///
+/// ```
+/// use paged_kv::{PageTable, PageTableConfig};
+///
+/// let mut table = PageTable::new(PageTableConfig { n_pages: 8, page_size: 4, n_slots: 3, max_pages_per_slot: 4 })?;
+/// let slot = table.allocate_slot()?;
+/// let reservation = table.reserve(slot, 9)?;
+/// assert_eq!((reservation.new_pages, reservation.copy), (3, None));
+/// assert_eq!(table.reserve(slot, 12)?.new_pages, 0, "the third page holds four tokens");
+/// # Ok::<(), paged_kv::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[must_use = "a copy must be made before the slot is written to"]
 pub struct Reservation {

@@ -15,6 +15,16 @@ use crate::score_mod::ScoreMod;
 use plan::Problem;
 
 /// Queries, f32, wherever they lie.
+///
+/// ```
+/// use block_mask::QueryView;
+///
+/// let data = vec![0.0; 3 * 2 * 8];
+/// let packed = QueryView::packed(&data, 3, 2, 8)?; // three tokens of two heads
+/// assert_eq!((packed.output_len(), packed.lse_len()), (48, 6));
+/// assert!(QueryView::packed(&data, 4, 2, 8).is_err(), "there are three");
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct QueryView<'a> {
     data: &'a [f32],
@@ -122,6 +132,21 @@ impl<'a> QueryView<'a> {
 }
 
 /// Keys and values that are not paged, `[batch, kv_heads, len, head_dim]`.
+///
+/// ```
+/// use block_mask::{BlockMask, ContiguousKv, FlexOptions, MaskMod, MaskShape, QueryView, flex_attention_contiguous};
+/// use paged_kv::KvSlice;
+///
+/// // One query that sees two keys alike: the mean of their values.
+/// let (q, k, v) = ([1.0, 0.0], [0.5, 0.0, 0.5, 0.0], [1.0, 2.0, 3.0, 4.0]);
+/// let kv = ContiguousKv { k: KvSlice::F32(&k), v: KvSlice::F32(&v), batch: 1, kv_heads: 1, len: 2, head_dim: 2 };
+/// let mask = BlockMask::from_fn(MaskShape::new(1, 1, 1, 2), MaskMod::all())?;
+/// let mut out = [0.0; 2];
+/// let queries = QueryView::batched(&q, 1, 1, 1, 2)?;
+/// flex_attention_contiguous(queries, kv, &mask, None, &FlexOptions::default(), &mut out, None)?;
+/// assert_eq!(out, [2.0, 3.0]);
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct ContiguousKv<'a> {
     /// Keys.
@@ -139,6 +164,13 @@ pub struct ContiguousKv<'a> {
 }
 
 /// Options of [`flex_attention`].
+///
+/// ```
+/// use block_mask::FlexOptions;
+///
+/// assert_eq!(FlexOptions::default().scale, None, "1 / √head_dim");
+/// assert_eq!(FlexOptions::default().with_scale(0.25).scale, Some(0.25));
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct FlexOptions {

@@ -11,6 +11,23 @@ use super::{AttentionShape, CudaError, DecodeOptions, Functions};
 use crate::launch::{self, Decode, ITEM_WORDS, Plan, TableShape};
 
 /// What the buffers of a [`DecodeAttention`] are made for.
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// let limits = DecodeLimits { max_rows: 64, n_slots: 65, max_pages_per_slot: 8 };
+/// let options = DecodeOptions::for_device(device.info(), &shape);
+/// let attention = DecodeAttention::new(&device, &compiler, shape, limits, None, None, Functions::none(), options)?;
+/// let slots = DeviceBuffer::<i32>::zeroed(&device, 65)?;
+/// assert!(attention.plan(&stream, slots.as_slice(), slots.as_slice(), 0).is_err(), "one row too many");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodeLimits {
     /// Rows of a step at most.
@@ -55,6 +72,37 @@ struct Workspace {
 }
 
 /// The arguments of [`DecodePlan::run`].
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// # let (q, out) = (DeviceBuffer::<bf16>::zeroed(&device, 3 * 8 * 64)?, DeviceBuffer::<bf16>::zeroed(&device, 3 * 8 * 64)?);
+/// # let (k, v) = (DeviceBuffer::<bf16>::zeroed(&device, 2 * 9 * 16 * 64)?, DeviceBuffer::<bf16>::zeroed(&device, 2 * 9 * 16 * 64)?);
+/// # let page_table = DeviceBuffer::<i32>::zeroed(&device, 4 * 8)?;
+/// # let limits = DecodeLimits { max_rows: 4, n_slots: 4, max_pages_per_slot: 8 };
+/// # let options = DecodeOptions::for_device(device.info(), &shape);
+/// # let attention = DecodeAttention::new(&device, &compiler, shape, limits, None, None, Functions::none(), options)?;
+/// # let slots = DeviceBuffer::from_slice(&stream, &[1i32, 2, 3])?;
+/// # let lengths = DeviceBuffer::from_slice(&stream, &[5i32, 60, 17])?;
+/// let plan = attention.plan(&stream, slots.as_slice(), lengths.as_slice(), 0)?;
+/// let args = DecodeArgs {
+///     q: q.as_slice(),
+///     q_row_stride: 8 * 64,
+///     k: k.as_slice(),
+///     v: v.as_slice(),
+///     page_table: page_table.as_slice(),
+///     out: out.as_slice(),
+///     lse: None,
+/// };
+/// plan.run(&stream, &args)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeArgs<'a> {
     /// Queries, `[rows, heads, head_dim]`, rows `q_row_stride` elements apart.
@@ -263,6 +311,25 @@ impl std::fmt::Debug for DecodeAttention {
 }
 
 /// A work list on the device; see [`DecodeAttention::plan`].
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// # let limits = DecodeLimits { max_rows: 4, n_slots: 4, max_pages_per_slot: 8 };
+/// # let options = DecodeOptions::for_device(device.info(), &shape);
+/// # let attention = DecodeAttention::new(&device, &compiler, shape, limits, None, None, Functions::none(), options)?;
+/// # let slots = DeviceBuffer::from_slice(&stream, &[1i32, 2, 3])?;
+/// # let lengths = DeviceBuffer::from_slice(&stream, &[5i32, 60, 17])?;
+/// let plan = attention.plan(&stream, slots.as_slice(), lengths.as_slice(), 0)?;
+/// assert_eq!(plan.rows(), 3); // `plan.run` for each layer of the step
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct DecodePlan<'a> {
     attention: &'a DecodeAttention,

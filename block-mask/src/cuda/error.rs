@@ -1,6 +1,23 @@
 //! What the CUDA side refuses or fails at.
 
 /// What the CUDA side of this crate refuses or fails at.
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// let shape = AttentionShape { head_dim: 96, ..shape };
+/// let limits = DecodeLimits { max_rows: 4, n_slots: 4, max_pages_per_slot: 8 };
+/// let options = DecodeOptions::for_device(device.info(), &shape);
+/// let refused = DecodeAttention::new(&device, &compiler, shape, limits, None, None, Functions::none(), options);
+/// assert!(matches!(refused, Err(CudaError::Unsupported { what: "head_dim", value: 96, .. })));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {

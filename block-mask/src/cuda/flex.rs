@@ -114,6 +114,15 @@ impl DeviceBlockMask {
 }
 
 /// Where queries and outputs lie: `[b · batch_stride + h · head_stride + row · row_stride + d]`, in elements.
+///
+/// ```
+/// use block_mask::cuda::QueryLayout;
+///
+/// // [rows, heads, head_dim]
+/// assert_eq!(QueryLayout::packed(8, 64), QueryLayout { batch_stride: 0, head_stride: 64, row_stride: 512 });
+/// // [batch, heads, len, head_dim]
+/// assert_eq!(QueryLayout::batched(8, 100, 64).head_stride, 6400);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueryLayout {
     /// Between batch rows; not used by packed masks, whose batch rows lie on one axis.
@@ -145,6 +154,37 @@ impl QueryLayout {
 }
 
 /// The arguments of [`FlexAttention::run`].
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// # let (q, out) = (DeviceBuffer::<bf16>::zeroed(&device, 3 * 8 * 64)?, DeviceBuffer::<bf16>::zeroed(&device, 3 * 8 * 64)?);
+/// # let (k, v) = (DeviceBuffer::<bf16>::zeroed(&device, 2 * 9 * 16 * 64)?, DeviceBuffer::<bf16>::zeroed(&device, 2 * 9 * 16 * 64)?);
+/// # let page_table = DeviceBuffer::<i32>::zeroed(&device, 4 * 8)?;
+/// # let mut table = PageTable::new(PageTableConfig { n_pages: 9, page_size: 16, n_slots: 4, max_pages_per_slot: 8 })?;
+/// # let slot = table.allocate_slot()?;
+/// # let _ = table.reserve(slot, 3)?;
+/// # table.advance(slot, 3)?;
+/// # let sequence = PackedSequence { slot, q_start: 0, q_len: 3, kv_start_pos: 0 };
+/// # let mask = BlockMask::packed(&table, &[sequence], 1, 128, MaskMod::causal())?;
+/// let attention = FlexAttention::new(&stream, &compiler, shape, mask.mask_mod(), None, None, TileOptions::default())?;
+/// let args = FlexArgs {
+///     q: q.as_slice(),
+///     out: out.as_slice(),
+///     layout: QueryLayout::packed(8, 64),
+///     lse: None,
+///     k: k.as_slice(),
+///     v: v.as_slice(),
+/// };
+/// attention.run(&stream, &DeviceBlockMask::new(&stream, &mask)?, &args)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct FlexArgs<'a> {
     /// Queries.
@@ -163,6 +203,27 @@ pub struct FlexArgs<'a> {
 }
 
 /// `softmax(score_mod(scale · q·k)) · v` under a block mask, with one mask and one score function compiled in.
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// # let mut table = PageTable::new(PageTableConfig { n_pages: 9, page_size: 16, n_slots: 4, max_pages_per_slot: 8 })?;
+/// # let slot = table.allocate_slot()?;
+/// # let _ = table.reserve(slot, 3)?;
+/// # table.advance(slot, 3)?;
+/// # let sequence = PackedSequence { slot, q_start: 0, q_len: 3, kv_start_pos: 0 };
+/// # let mask = BlockMask::packed(&table, &[sequence], 1, 128, MaskMod::causal())?;
+/// // One kernel for all masks of this function, compiled now.
+/// let attention = FlexAttention::new(&stream, &compiler, shape, mask.mask_mod(), None, None, TileOptions::default())?;
+/// println!("{attention:?}");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct FlexAttention {
     shape: AttentionShape,
     options: TileOptions,

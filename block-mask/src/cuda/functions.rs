@@ -10,6 +10,20 @@ use crate::{MaskMod, ScoreMod};
 
 /// A mask function, a score function, both or neither, printed as CUDA C, with the buffers that they captured in device
 /// memory. Cheap to clone.
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// let functions = Functions::new(&stream, Some(&MaskMod::sliding_window(100)), None)?;
+/// assert!(functions.has_mask() && !functions.has_score());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Functions {
     code: String,

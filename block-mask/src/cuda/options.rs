@@ -6,6 +6,20 @@ use super::{AttentionShape, CudaError, Functions};
 
 /// Options of [`DecodeAttention`](super::DecodeAttention). They change speed; `split` and `max_splits` also decide where a
 /// row is cut, and so the order of its sum, but not how exact it is.
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// let mut options = DecodeOptions::for_device(device.info(), &shape);
+/// options.split = Some(256); // a row's bits no longer depend on how many rows a step has
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DecodeOptions {
@@ -121,6 +135,14 @@ pub(crate) const DECODE_FORMS: [(usize, usize, usize); 6] =
 const WARPGROUP_CAPABILITY: (u32, u32) = (9, 0);
 
 /// Options of [`PrefillAttention`](super::PrefillAttention) and [`FlexAttention`](super::FlexAttention).
+///
+/// ```
+/// use block_mask::cuda::TileOptions;
+///
+/// let mut options = TileOptions::default();
+/// options.block_m = 64; // half as many query rows a tile
+/// assert!(!options.warpgroup_products, "every device has the default's products");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TileOptions {

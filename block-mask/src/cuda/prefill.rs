@@ -14,6 +14,22 @@ use crate::launch::{self, Prefill, PrefillTile, TableShape};
 const STAGES: usize = 2;
 
 /// What the buffers of a [`PrefillAttention`] are made for.
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// let limits = PrefillLimits { max_tokens: 2048, max_chunks: 64, n_slots: 65, max_pages_per_slot: 8 };
+/// let options = TileOptions::for_device(device.info());
+/// let attention = PrefillAttention::new(&device, &compiler, shape, limits, None, None, Functions::none(), options)?;
+/// assert!(attention.options().rows_guaranteed_safe, "a token sees itself");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillLimits {
     /// Query tokens of a step at most.
@@ -28,6 +44,25 @@ pub struct PrefillLimits {
 
 /// Consecutive tokens of one sequence on the packed query axis. Its keys, the chunk's own included, are in the cache
 /// before attention runs.
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// # let limits = PrefillLimits { max_tokens: 64, max_chunks: 4, n_slots: 4, max_pages_per_slot: 8 };
+/// # let options = TileOptions::for_device(device.info());
+/// # let mut attention = PrefillAttention::new(&device, &compiler, shape, limits, None, None, Functions::none(), options)?;
+/// # let chunk = PrefillChunk { slot: Slot::new(1), q_start: 0, q_len: 3, position: 0 };
+/// // Three tokens that continue a sequence of five.
+/// let chunk = PrefillChunk { slot: Slot::new(2), q_start: 0, q_len: 3, position: 5 };
+/// assert_eq!(attention.plan(&stream, &[chunk])?.tiles(), 1);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefillChunk {
     /// The sequence's slot.
@@ -45,6 +80,24 @@ pub struct PrefillChunk {
 /// A chunk is cut into tiles of [`TileOptions::block_m`] rows, where a row is a token and one of the query heads that
 /// share a KV head; the tiles with the longest contexts start first, and each visits the blocks of keys that its rows see
 /// and no other. How a sequence is cut into chunks does not change a bit of its result.
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// # let limits = PrefillLimits { max_tokens: 64, max_chunks: 4, n_slots: 4, max_pages_per_slot: 8 };
+/// # let options = TileOptions::for_device(device.info());
+/// # let mut attention = PrefillAttention::new(&device, &compiler, shape, limits, None, None, Functions::none(), options)?;
+/// # let chunk = PrefillChunk { slot: Slot::new(1), q_start: 0, q_len: 3, position: 0 };
+/// let plan = attention.plan(&stream, &[chunk])?; // once per step
+/// println!("{} tiles, {} blocks of keys", plan.tiles(), plan.blocks());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct PrefillAttention {
     shape: AttentionShape,
     limits: PrefillLimits,
@@ -72,6 +125,36 @@ struct Planned {
 }
 
 /// The arguments of [`PrefillPlan::run`].
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// # let (q, out) = (DeviceBuffer::<bf16>::zeroed(&device, 3 * 8 * 64)?, DeviceBuffer::<bf16>::zeroed(&device, 3 * 8 * 64)?);
+/// # let (k, v) = (DeviceBuffer::<bf16>::zeroed(&device, 2 * 9 * 16 * 64)?, DeviceBuffer::<bf16>::zeroed(&device, 2 * 9 * 16 * 64)?);
+/// # let page_table = DeviceBuffer::<i32>::zeroed(&device, 4 * 8)?;
+/// # let limits = PrefillLimits { max_tokens: 64, max_chunks: 4, n_slots: 4, max_pages_per_slot: 8 };
+/// # let options = TileOptions::for_device(device.info());
+/// # let mut attention = PrefillAttention::new(&device, &compiler, shape, limits, None, None, Functions::none(), options)?;
+/// # let chunk = PrefillChunk { slot: Slot::new(1), q_start: 0, q_len: 3, position: 0 };
+/// let plan = attention.plan(&stream, &[chunk])?;
+/// let args = PrefillArgs {
+///     q: q.as_slice(),
+///     q_token_stride: 8 * 64,
+///     k: k.as_slice(),
+///     v: v.as_slice(),
+///     page_table: page_table.as_slice(),
+///     out: out.as_slice(),
+///     lse: None,
+/// };
+/// plan.run(&stream, &args)?; // once per layer
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillArgs<'a> {
     /// Queries, `[tokens, heads, head_dim]`, tokens `q_token_stride` elements apart.
@@ -268,6 +351,24 @@ impl std::fmt::Debug for PrefillAttention {
 }
 
 /// A tile list on the device; see [`PrefillAttention::plan`].
+///
+/// ```no_run
+/// # use block_mask::cuda::*;
+/// # use block_mask::*;
+/// # use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// # use half::bf16;
+/// # use paged_kv::{PageTable, PageTableConfig, Slot};
+/// # let device = Device::open(0)?;
+/// # let (stream, compiler) = (Stream::new(&device)?, Compiler::new()?);
+/// # let shape = AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, page_size: 16, n_pages: 9 };
+/// # let limits = PrefillLimits { max_tokens: 64, max_chunks: 4, n_slots: 4, max_pages_per_slot: 8 };
+/// # let options = TileOptions::for_device(device.info());
+/// # let mut attention = PrefillAttention::new(&device, &compiler, shape, limits, None, None, Functions::none(), options)?;
+/// # let chunk = PrefillChunk { slot: Slot::new(1), q_start: 0, q_len: 3, position: 0 };
+/// let plan = attention.plan(&stream, &[chunk])?;
+/// assert!(plan.blocks() >= plan.tiles());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillPlan<'a> {
     attention: &'a PrefillAttention,

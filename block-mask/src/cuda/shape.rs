@@ -3,6 +3,13 @@
 use super::CudaError;
 
 /// Sizes of model and cache that a kernel is made for.
+///
+/// ```
+/// use block_mask::cuda::AttentionShape;
+///
+/// let shape = AttentionShape { heads: 32, kv_heads: 8, head_dim: 128, page_size: 64, n_pages: 513 };
+/// assert_eq!(shape.group(), 4, "query heads share a K/V head");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionShape {
     /// Query heads, a multiple of `kv_heads`; at most 16 for each KV head.

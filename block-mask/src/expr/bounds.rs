@@ -6,6 +6,16 @@ use super::{Axis, Bool, BoolNode, Float, FloatNode, Int, IntNode, IntOp};
 use crate::error::{Error, Result};
 
 /// The positions at which a function will be asked: what its buffer indices are checked against.
+///
+/// ```
+/// use block_mask::MaskMod;
+/// use block_mask::expr::Domain;
+///
+/// let domain = |batch| Domain { batch, heads: 1, q: 0..10, kv: 0..10 };
+/// let padding = MaskMod::padding([7, 9]); // lengths of two batch rows
+/// assert!(padding.check(&domain(2)).is_ok());
+/// assert!(padding.check(&domain(3)).is_err(), "nobody knows the third length");
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Domain {
     /// Batch rows `0..batch`.

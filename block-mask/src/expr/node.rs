@@ -5,6 +5,14 @@ use std::ops;
 use std::sync::Arc;
 
 /// One of the four coordinates of a cell of the attention matrix.
+///
+/// ```
+/// use block_mask::MaskMod;
+/// use block_mask::expr::Axis;
+///
+/// let causal = MaskMod::causal();
+/// assert!(causal.depends_on(Axis::Query) && causal.depends_on(Axis::Key) && !causal.depends_on(Axis::Head));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Axis {
     /// Batch row (in a paged mask: position in the batch, not the slot).
@@ -534,6 +542,16 @@ impl ops::Not for Bool {
 }
 
 /// An integer buffer captured by a function; cloning shares it.
+///
+/// ```
+/// use block_mask::MaskMod;
+/// use block_mask::expr::{IntBuffer, b, kv};
+///
+/// let lengths = IntBuffer::new([2, 5]);
+/// let mask = MaskMod::new(kv().lt(lengths.at(b())))?;
+/// assert!(!mask.allows(0, 0, 0, 3) && mask.allows(1, 0, 0, 3));
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct IntBuffer {
     inner: Arc<IntData>,
@@ -580,6 +598,16 @@ impl IntBuffer {
 }
 
 /// An f32 buffer captured by a function; cloning shares it.
+///
+/// ```
+/// use block_mask::ScoreMod;
+/// use block_mask::expr::{FloatBuffer, h, score};
+///
+/// let per_head = FloatBuffer::new([1.0, 0.5]);
+/// let scaled = ScoreMod::new(score() * per_head.at(h()))?;
+/// assert_eq!((scaled.eval(4.0, 0, 0, 0, 0), scaled.eval(4.0, 0, 1, 0, 0)), (4.0, 2.0));
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct FloatBuffer {
     values: Arc<Vec<f32>>,

@@ -4,6 +4,14 @@ use super::{BlockMask, Entry, Lists, MaskShape, Space};
 use crate::error::{Error, Result};
 
 /// What a mask says about one block.
+///
+/// ```
+/// use block_mask::{BlockMask, BlockState, MaskMod, MaskShape};
+///
+/// let mask = BlockMask::from_fn(MaskShape::new(1, 1, 6, 6).with_blocks(2, 2), MaskMod::causal())?;
+/// assert_eq!(mask.block_states()[..3], [BlockState::Partial, BlockState::Empty, BlockState::Empty]);
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BlockState {
     /// Not visited.
@@ -17,6 +25,22 @@ pub enum BlockState {
 /// Block lists to build a mask from, in FlexAttention's layout. `width` below is the length of an index array divided by
 /// the number of rows (`batch · heads · q_blocks`); the two widths may differ. Of each row only the first `count` indices
 /// are read. Order does not matter; a block named twice counts once, and as full if any of its entries is full.
+///
+/// ```
+/// use block_mask::{BlockMask, KvBlocks, MaskMod, MaskShape};
+///
+/// // Two query blocks: the first visits block 0 partly, the second all of block 0 and a part of block 1.
+/// let blocks = KvBlocks {
+///     num_blocks: &[1, 1],
+///     indices: &[0, 1],
+///     full_num_blocks: &[0, 1],
+///     full_indices: &[0, 0],
+/// };
+/// let shape = MaskShape::new(1, 1, 4, 4).with_blocks(2, 2);
+/// let mask = BlockMask::from_kv_blocks(shape, &blocks, MaskMod::causal())?;
+/// assert_eq!(mask.n_blocks(), 3);
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, Default)]
 pub struct KvBlocks<'a> {
     /// Partly masked blocks per row, `[batch, heads, q_blocks]`.
@@ -30,6 +54,15 @@ pub struct KvBlocks<'a> {
 }
 
 /// FlexAttention's arrays of a mask. Past a row's count the indices are 0.
+///
+/// ```
+/// use block_mask::{BlockMask, MaskMod, MaskShape};
+///
+/// let mask = BlockMask::from_fn(MaskShape::new(1, 1, 6, 6).with_blocks(2, 2), MaskMod::causal())?;
+/// let arrays = mask.kv_arrays();
+/// assert_eq!((arrays.num_blocks, arrays.full_num_blocks, arrays.width), (vec![1, 1, 1], vec![0, 1, 2], 3));
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockArrays {
     /// Partly masked blocks per row, `[batch, heads, rows]`.

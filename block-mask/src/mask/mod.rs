@@ -19,6 +19,18 @@ pub use shape::{DEFAULT_BLOCK, MaskShape};
 use crate::MaskMod;
 
 /// Where the block indices of a mask point.
+///
+/// ```
+/// use block_mask::{BlockMask, MaskMod, MaskShape, Space};
+///
+/// /// Whatever the indices name.
+/// fn visited<S: Space>(mask: &BlockMask<S>) -> usize {
+///     mask.blocks(0, 0, 0).len()
+/// }
+/// let mask = BlockMask::from_fn(MaskShape::new(1, 1, 6, 6).with_blocks(2, 2), MaskMod::causal())?;
+/// assert_eq!(visited(&mask), 1);
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 pub trait Space: sealed::Sealed + Clone + fmt::Debug + Send + Sync + 'static {
     /// What a mask in this space carries beside its lists.
     #[doc(hidden)]
@@ -30,10 +42,33 @@ pub trait Space: sealed::Sealed + Clone + fmt::Debug + Send + Sync + 'static {
 }
 
 /// Indices are blocks of the sequence: block `i` holds keys `i · block_kv ..`.
+///
+/// ```
+/// use block_mask::{BlockMask, Logical, MaskMod, MaskShape};
+///
+/// let mask: BlockMask<Logical> = BlockMask::from_fn(MaskShape::new(1, 1, 300, 300), MaskMod::causal())?;
+/// assert!(mask.blocks(0, 0, 2).all(|block| block.index == block.logical));
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub enum Logical {}
 
 /// Indices are pages of a paged KV cache.
+///
+/// ```
+/// # use paged_kv::{PageTable, PageTableConfig};
+/// # let mut table = PageTable::new(PageTableConfig { n_pages: 8, page_size: 4, n_slots: 3, max_pages_per_slot: 4 }).unwrap();
+/// # let slot = table.allocate_slot().unwrap();
+/// # let _ = table.reserve(slot, 6).unwrap();
+/// # table.advance(slot, 6).unwrap();
+/// use block_mask::{BlockMask, MaskMod, MaskShape, Physical};
+///
+/// let logical = BlockMask::from_fn(MaskShape::new(1, 1, 6, 6).with_blocks(4, 4), MaskMod::causal())?;
+/// let mask: BlockMask<Physical> = logical.to_physical(&table, &[slot])?;
+/// let pages: Vec<usize> = table.pages(slot).unwrap().map(|page| page.index()).collect();
+/// assert!(mask.blocks(0, 0, 1).all(|block| block.index == pages[block.logical]));
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub enum Physical {}
 
@@ -60,6 +95,21 @@ mod sealed {
 }
 
 /// What a physical mask knows about the sequences behind its batch rows.
+///
+/// ```
+/// # use paged_kv::{PageTable, PageTableConfig};
+/// # let mut table = PageTable::new(PageTableConfig { n_pages: 8, page_size: 4, n_slots: 3, max_pages_per_slot: 4 }).unwrap();
+/// # let slot = table.allocate_slot().unwrap();
+/// # let _ = table.reserve(slot, 6).unwrap();
+/// # table.advance(slot, 6).unwrap();
+/// use block_mask::{BlockMask, MaskMod, MaskShape};
+///
+/// // What a physical mask carries besides its lists: slots and lengths of the sequences.
+/// let logical = BlockMask::from_fn(MaskShape::new(1, 1, 6, 6).with_blocks(4, 4), MaskMod::causal())?;
+/// let mask = logical.to_physical(&table, &[slot])?;
+/// assert_eq!((mask.slot(0), mask.kv_len(0), mask.is_packed()), (Some(slot), 6, false));
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Paged {
     slots: Vec<Slot>,
@@ -70,6 +120,16 @@ pub struct Paged {
 }
 
 /// The queries of one batch row.
+///
+/// ```
+/// use block_mask::{BlockMask, MaskMod, MaskShape, QuerySpan};
+///
+/// // Two queries that continue a sequence of four tokens.
+/// let shape = MaskShape::new(1, 1, 2, 6).with_blocks(2, 2);
+/// let mask = BlockMask::from_fn_at(shape, MaskMod::causal(), 4)?;
+/// assert_eq!(mask.queries(0), Some(QuerySpan { row: 0, len: 2, position: 4 }));
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuerySpan {
     /// Row of the first query on the packed axis; 0 in a mask that is not packed.
@@ -81,6 +141,16 @@ pub struct QuerySpan {
 }
 
 /// One visited block.
+///
+/// ```
+/// use block_mask::{Block, BlockMask, MaskMod, MaskShape};
+///
+/// let mask = BlockMask::from_fn(MaskShape::new(1, 1, 6, 6).with_blocks(2, 2), MaskMod::causal())?;
+/// let second: Vec<Block> = mask.blocks(0, 0, 1).collect();
+/// assert_eq!(second[0], Block { index: 0, logical: 0, full: true });
+/// assert!(!second[1].full, "the diagonal");
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
     /// The block in the space of the mask: a logical block or a page.

@@ -10,6 +10,22 @@ use crate::error::{Error, Result};
 use crate::expr::{Axis, Domain};
 
 /// The queries that one sequence contributes to a step.
+///
+/// ```
+/// # use paged_kv::{PageTable, PageTableConfig};
+/// # let mut table = PageTable::new(PageTableConfig { n_pages: 8, page_size: 4, n_slots: 3, max_pages_per_slot: 4 }).unwrap();
+/// # let slot = table.allocate_slot().unwrap();
+/// # let _ = table.reserve(slot, 6).unwrap();
+/// # table.advance(slot, 6).unwrap();
+/// use block_mask::{BlockMask, MaskMod, PackedSequence};
+///
+/// // The last two of six tokens are computed now.
+/// let sequence = PackedSequence { slot, q_start: 0, q_len: 2, kv_start_pos: 4 };
+/// let mask = BlockMask::packed(&table, &[sequence], 1, 16, MaskMod::causal())?;
+/// assert_eq!(mask.queries(0).map(|span| (span.len, span.position)), Some((2, 4)));
+/// assert_eq!(mask.blocks(0, 0, 0).len(), 2, "both pages");
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackedSequence {
     /// The sequence's slot.

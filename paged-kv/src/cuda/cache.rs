@@ -11,6 +11,21 @@ use super::launch::{Heads, MAX_COPIES, PageMove, checksum_pages, copy_pages, ker
 use crate::{Error, KvDtype, KvLayout, PageCopy, PageId};
 
 /// A paged KV cache in device memory, laid out as [`KvLayout`] says, at an address that never changes.
+///
+/// ```no_run
+/// # use cuda_graphs::{Compiler, Device, Stream};
+/// # use paged_kv::{KvDtype, KvLayout, PageTable, PageTableConfig};
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// use paged_kv::cuda::CudaKvCache;
+///
+/// let layout = KvLayout { n_layers: 2, kv_heads: 2, head_dim: 64, n_pages: 9, page_size: 16, dtype: KvDtype::Bf16 };
+/// let cache = CudaKvCache::new(&device, &Compiler::new()?, layout)?;
+/// assert_eq!(cache.keys(0)?.len() as u64, layout.elements_per_layer()?);
+/// let before = cache.checksum(&stream, 1..9)?; // of every page but 0
+/// assert_eq!(cache.checksum(&stream, 1..9)?, before);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct CudaKvCache {
     layout: KvLayout,
     /// `[n_layers, 2 (K, V), kv_heads, n_pages * page_size, head_dim]`.

@@ -11,6 +11,23 @@ const STAGES: usize = 2;
 /// `[n_slots, max_pages_per_slot]` i32 in device memory at an address that never changes.
 ///
 /// [`update`](Self::update) sends only the rows that changed. It is one copy for each run of neighbouring slots.
+///
+/// ```no_run
+/// # use cuda_graphs::{Compiler, Device, Stream};
+/// # use paged_kv::{KvDtype, KvLayout, PageTable, PageTableConfig};
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// use paged_kv::cuda::PageTableMirror;
+///
+/// let config = PageTableConfig { n_pages: 8, page_size: 4, n_slots: 3, max_pages_per_slot: 4 };
+/// let mut table = PageTable::new(config)?;
+/// let mut mirror = PageTableMirror::new(&device, &config)?;
+/// let slot = table.allocate_slot()?;
+/// let _ = table.reserve(slot, 9)?;
+/// mirror.update(&stream, &mut table)?;
+/// assert_eq!(mirror.update(&stream, &mut table)?, 0, "nothing has changed since");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct PageTableMirror {
     rows: DeviceBuffer<i32>,

@@ -22,6 +22,19 @@ pub use launch::kernel_specs;
 pub use mirror::PageTableMirror;
 
 /// What the CUDA side of this crate refuses or fails at.
+///
+/// ```no_run
+/// # use cuda_graphs::{Compiler, Device, Stream};
+/// # use paged_kv::{KvDtype, KvLayout, PageTable, PageTableConfig};
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// use paged_kv::cuda::{CudaError, CudaKvCache};
+///
+/// let layout = KvLayout { n_layers: 1, kv_heads: 1, head_dim: 64, n_pages: 2, page_size: 16, dtype: KvDtype::F32 };
+/// let error = CudaKvCache::new(&device, &Compiler::new()?, layout).err();
+/// assert!(matches!(error, Some(CudaError::UnsupportedDtype { dtype: KvDtype::F32 })));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {

@@ -5,6 +5,16 @@ use crate::{PageId, Slot};
 
 /// The first broken invariant that [`PageTable::check_integrity`] found. No sequence of calls should lead here;
 /// what does is a defect of this crate.
+///
+/// ```
+/// use paged_kv::{IntegrityError, PageTable, PageTableConfig};
+///
+/// let mut table = PageTable::new(PageTableConfig { n_pages: 8, page_size: 4, n_slots: 3, max_pages_per_slot: 4 }).unwrap();
+/// let slot = table.allocate_slot().unwrap();
+/// let _ = table.reserve(slot, 9).unwrap();
+/// let found: Result<(), IntegrityError> = table.check_integrity();
+/// assert_eq!(found, Ok(()));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum IntegrityError {
