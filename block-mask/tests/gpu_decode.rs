@@ -199,7 +199,7 @@ fn random_lens(random: &mut Random, page_size: usize) -> Vec<usize> {
 #[ignore = "needs an NVIDIA GPU"]
 fn random_shapes_lengths_and_options_stay_within_twice_the_error_of_bf16() {
     let gpu = gpu();
-    for seed in 0..24 {
+    for seed in cuda_graphs::cases(0..24) {
         let mut random = Random::new(seed);
         let (page_size, head_dim) = (random.pick(&[16, 32, 64, 128, 256]), random.pick(&[64, 128]));
         let kv_heads = random.within(1, 3);
@@ -231,7 +231,7 @@ fn random_shapes_lengths_and_options_stay_within_twice_the_error_of_bf16() {
 fn every_ratio_of_query_to_kv_heads_and_every_page_size() {
     let gpu = gpu();
     let mut random = Random::new(100);
-    for group in 1..=16 {
+    for group in cuda_graphs::cases(1..=16) {
         for head_dim in [64, 128] {
             let page_size = 16 << (group % 5);
             let sequences = Sequences::new(&mut random, 2, head_dim, page_size, &[300, 37]);
@@ -336,7 +336,7 @@ fn a_row_is_the_same_bits_alone_in_any_batch_and_beside_padding() {
 #[ignore = "needs an NVIDIA GPU"]
 fn mask_and_score_functions_are_applied_as_on_the_cpu() {
     let gpu = gpu();
-    for seed in 0..6 {
+    for seed in cuda_graphs::cases(0..6) {
         let mut random = Random::new(400 + seed);
         let lens = random_lens(&mut random, 16);
         let sequences = Sequences::new(&mut random, 2, 128, 16, &lens);

@@ -184,7 +184,7 @@ fn random_mask_mod(random: &mut Random, batch: usize) -> MaskMod {
 #[ignore = "needs an NVIDIA GPU"]
 fn masks_from_functions_and_from_lists_in_batches() {
     let gpu = gpu();
-    for seed in 0..16 {
+    for seed in cuda_graphs::cases(0..16) {
         let mut random = Random::new(seed);
         let batch = random.within(1, 3);
         let lens: Vec<usize> = (0..batch).map(|_| random.within(1, 260)).collect();
@@ -243,7 +243,7 @@ fn random_lists(random: &mut Random, shape: MaskShape, mask_mod: MaskMod) -> Blo
 #[ignore = "needs an NVIDIA GPU"]
 fn packed_chunks_and_decoding_rows_in_one_mask() {
     let gpu = gpu();
-    for seed in 0..8 {
+    for seed in cuda_graphs::cases(0..8) {
         let mut random = Random::new(100 + seed);
         let lens: Vec<usize> = (0..random.within(1, 5)).map(|_| random.within(1, 300)).collect();
         let page_size = random.pick(&[16, 64, 256]);

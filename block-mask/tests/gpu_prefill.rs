@@ -245,7 +245,7 @@ fn random_starts(random: &mut Random, sequences: &Sequences) -> Vec<usize> {
 fn random_chunks_and_options_stay_within_twice_the_error_of_bf16() {
     let gpu = gpu();
     let forms = forms(&gpu);
-    for seed in 0..30 {
+    for seed in cuda_graphs::cases(0..30) {
         let mut random = Random::new(seed);
         let head_dim = random.pick(&[64, 128]);
         let sequences = random_sequences(&mut random, head_dim);
@@ -295,7 +295,7 @@ fn random_chunks_and_options_stay_within_twice_the_error_of_bf16() {
 fn every_ratio_of_query_to_kv_heads_and_every_page_size() {
     let gpu = gpu();
     let mut random = Random::new(100);
-    for group in 1..=16 {
+    for group in cuda_graphs::cases(1..=16) {
         for (head_dim, form) in [64, 128]
             .iter()
             .flat_map(|&d| forms(&gpu).into_iter().map(move |form| (d, form)))
@@ -325,7 +325,9 @@ fn every_ratio_of_query_to_kv_heads_and_every_page_size() {
 #[ignore = "needs an NVIDIA GPU"]
 fn neither_the_placement_of_pages_nor_the_cut_into_chunks_changes_a_bit() {
     let gpu = gpu();
-    for (seed, form) in (0..6).flat_map(|seed| forms(&gpu).into_iter().map(move |form| (seed, form))) {
+    for (seed, form) in
+        cuda_graphs::cases((0..6).flat_map(|seed| forms(&gpu).into_iter().map(move |form| (seed, form))))
+    {
         let mut random = Random::new(200 + seed);
         let sequences = Sequences::new(&mut random, 2, 128, 32, &[300, 77, 129]);
         let setup = Setup {
@@ -358,7 +360,9 @@ fn neither_the_placement_of_pages_nor_the_cut_into_chunks_changes_a_bit() {
 #[ignore = "needs an NVIDIA GPU"]
 fn mask_and_score_functions_are_applied_as_on_the_cpu() {
     let gpu = gpu();
-    for (seed, form) in (0..6).flat_map(|seed| forms(&gpu).into_iter().map(move |form| (seed, form))) {
+    for (seed, form) in
+        cuda_graphs::cases((0..6).flat_map(|seed| forms(&gpu).into_iter().map(move |form| (seed, form))))
+    {
         let mut random = Random::new(300 + seed);
         let sequences = random_sequences(&mut random, 128);
         let mut setup = Setup::with(random.within(1, 4), form);

@@ -6,6 +6,14 @@ use crate::error::{Error, Result};
 ///
 /// A cubin runs on devices of the same major compute capability and an equal or higher minor one; with the suffix
 /// `a` on exactly one, where it may use what only that one has (wgmma on 9.0, tcgen05 on 10.0).
+///
+/// ```
+/// use cuda_graphs::Arch;
+///
+/// let hopper = Arch::of_device(9, 0);
+/// assert_eq!((hopper, hopper.to_string().as_str()), (Arch::SM_90A, "sm_90a"));
+/// assert!(hopper.is_specific(), "its code runs on 9.0 alone");
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Arch {
     major: u32,

@@ -172,6 +172,17 @@ impl<T: Pod> DeviceBuffer<T> {
 }
 
 /// A view of consecutive elements of a [`DeviceBuffer`] or a [`MemoryPool`](crate::MemoryPool). Checked when made.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let buffer = DeviceBuffer::from_slice(&stream, &[1u32, 2, 3, 4])?;
+/// let middle = buffer.slice(1..3)?;
+/// assert_eq!(stream.download(middle)?, [2, 3]);
+/// assert_eq!(middle.cast::<u8>()?.len(), 8);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct DeviceSlice<'a, T> {
     allocation: &'a Arc<Allocation>,
@@ -274,6 +285,18 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
 }
 
 /// Device memory whose element type does not matter, such as the outputs given to `verify`.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// /// Anything that lies on the device.
+/// fn size(memory: &dyn DeviceMemory) -> usize {
+///     memory.bytes().len()
+/// }
+/// assert_eq!(size(&DeviceBuffer::<f32>::zeroed(&device, 4)?), 16);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 pub trait DeviceMemory {
     /// The memory as bytes.
     fn bytes(&self) -> DeviceSlice<'_, u8>;

@@ -24,6 +24,13 @@ const HEADER_AT: usize = 8 + 32 + 4;
 pub const CACHE_VARIABLE: &str = "ROLLOUT_KERNEL_CACHE";
 
 /// Where compiled kernels are kept.
+///
+/// ```
+/// use cuda_graphs::CacheLocation;
+///
+/// assert_eq!(CacheLocation::Folder("/tmp/kernels".into()).folder(), Some("/tmp/kernels".into()));
+/// assert_eq!(CacheLocation::Off.folder(), None);
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum CacheLocation {
     /// `$ROLLOUT_KERNEL_CACHE`, or else `$XDG_CACHE_HOME/rollout/kernels`, or else `~/.cache/rollout/kernels`.

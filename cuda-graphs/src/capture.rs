@@ -205,6 +205,19 @@ struct GraphState {
 unsafe impl Send for GraphState {}
 
 /// An executable graph. It owns a share of every buffer and module that safe calls captured.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let (from, to) = (DeviceBuffer::from_slice(&stream, &[7u32])?, DeviceBuffer::<u32>::zeroed(&device, 1)?);
+/// let capture = Capture::begin(&stream)?;
+/// stream.copy(&to, &from)?; // recorded, not done
+/// let graph: Graph = capture.finish()?;
+/// graph.launch(&stream)?;
+/// assert_eq!((graph.nodes(), stream.download(&to)?), (1, vec![7]));
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Graph {
     state: Mutex<GraphState>,

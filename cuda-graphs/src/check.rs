@@ -1,4 +1,5 @@
-//! Compiling a crate's kernels for every architecture without a GPU, and holding them to their limits.
+//! What the tests of a crate with kernels need: compiling the kernels for every architecture without a GPU, holding them to
+//! their limits, and fewer cases where each takes a hundred times as long.
 
 use crate::arch::Arch;
 use crate::compiler::Compiler;
@@ -9,7 +10,40 @@ use crate::spec::KernelSpec;
 /// When set, [`assert_kernels_compile`] fails without NVRTC instead of saying so and passing.
 pub const REQUIRE_NVRTC_VARIABLE: &str = "ROLLOUT_REQUIRE_NVRTC";
 
+/// When set, tests on a GPU take few of their cases ([`cases`]): under a sanitizer a kernel takes a hundred times as long.
+pub const FEW_CASES_VARIABLE: &str = "ROLLOUT_FEW_CASES";
+
+/// Whether tests shall take few of their cases: whether `ROLLOUT_FEW_CASES` is set.
+pub fn few_cases() -> bool {
+    std::env::var_os(FEW_CASES_VARIABLE).is_some()
+}
+
+/// All cases of a test, or of many the first, the middle and the last one, where [`few_cases`] are wanted.
+///
+/// ```
+/// let batches = cuda_graphs::cases(1..=64);
+/// assert!(batches == (1..=64).collect::<Vec<_>>() || batches == [1, 33, 64]);
+/// ```
+pub fn cases<T>(all: impl IntoIterator<Item = T>) -> Vec<T> {
+    let all: Vec<T> = all.into_iter().collect();
+    if !few_cases() || all.len() <= 3 {
+        return all;
+    }
+    let chosen = [0, all.len() / 2, all.len() - 1];
+    let kept = all.into_iter().enumerate().filter(|(i, _)| chosen.contains(i));
+    kept.map(|(_, case)| case).collect()
+}
+
 /// What one kernel uses on one architecture.
+///
+/// ```
+/// use cuda_graphs::{Arch, Limits, ResourceUsage, UsageRow};
+///
+/// let usage = ResourceUsage { kernel: "scale".into(), registers: 40, ..ResourceUsage::default() };
+/// let violations = Limits::registers(32).violations(&usage);
+/// let row = UsageRow { spec: "scale<4>".into(), arch: Arch::SM_90A, usage, violations };
+/// assert_eq!(row.violations, ["40 registers, the limit is 32"]);
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UsageRow {
     /// Name of the specification.
@@ -23,6 +57,14 @@ pub struct UsageRow {
 }
 
 /// What kernels use, one line each; prints as a table.
+///
+/// ```
+/// use cuda_graphs::UsageTable;
+///
+/// let table = UsageTable::default();
+/// assert_eq!(table.violations().count(), 0);
+/// assert!(table.to_string().contains("registers"), "prints as a table");
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UsageTable {
     /// In the order of specifications, then of architectures.

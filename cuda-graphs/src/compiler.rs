@@ -18,6 +18,15 @@ use crate::spec::KernelSpec;
 const COMPILE_STACK: usize = 16 << 20;
 
 /// A compiled source for one architecture.
+///
+/// ```no_run
+/// use cuda_graphs::{Arch, Compiler, KernelSpec, Limits};
+///
+/// let spec = KernelSpec::new("one", "extern \"C\" __global__ void one(int* x) { *x = 1; }").entry("one", Limits::default());
+/// let cubin = Compiler::new()?.compile_for(&spec, Arch::SM_90A)?;
+/// println!("{} bytes for {}, from the cache: {}", cubin.bytes.len(), cubin.arch, cubin.cached);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Cubin {
     /// Name of the specification it was compiled from.
@@ -45,6 +54,13 @@ impl Cubin {
 }
 
 /// How to make a [`Compiler`].
+///
+/// ```
+/// use cuda_graphs::{CacheLocation, CompilerOptions};
+///
+/// let options = CompilerOptions { cache: CacheLocation::Off, line_info: true, ..CompilerOptions::default() };
+/// assert_eq!(options.nvrtc, None, "NVRTC is looked for");
+/// ```
 #[derive(Debug, Clone, Default)]
 pub struct CompilerOptions {
     /// Where compiled kernels are kept.
@@ -58,6 +74,17 @@ pub struct CompilerOptions {
 /// NVRTC with a cache on disk. Cheap to clone, usable from several threads at once.
 ///
 /// Needs no GPU: [`Compiler::compile_for`] makes cubins for any architecture that NVRTC knows.
+///
+/// ```no_run
+/// use cuda_graphs::{Arch, Compiler, KernelSpec, Limits};
+///
+/// let compiler = Compiler::new()?; // needs NVRTC, no GPU
+/// let spec = KernelSpec::new("one", "extern \"C\" __global__ void one(int* x) { *x = 1; }").entry("one", Limits::default());
+/// let first = compiler.compile_for(&spec, Arch::SM_80)?;
+/// let again = compiler.compile_for(&spec, Arch::SM_80)?;
+/// assert!(again.cached && first.bytes == again.bytes);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Compiler {
     nvrtc: NvrtcHandle,

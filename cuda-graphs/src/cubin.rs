@@ -9,6 +9,13 @@ use std::collections::BTreeMap;
 use crate::error::{Error, Result};
 
 /// What one kernel uses.
+///
+/// ```
+/// use cuda_graphs::{Limits, ResourceUsage};
+///
+/// let usage = ResourceUsage { registers: 32, spill_store_bytes: 8, ..ResourceUsage::default() };
+/// assert_eq!(Limits::registers(32).violations(&usage).len(), 1, "nothing may spill");
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ResourceUsage {
     /// The entry point's name.

@@ -11,6 +11,15 @@ use crate::driver::{cu, failure, initialise};
 use crate::error::{Error, Result};
 
 /// What a device is and has. Sizes in bytes.
+///
+/// ```no_run
+/// use cuda_graphs::Device;
+///
+/// let device = Device::open(0)?;
+/// let info = device.info();
+/// println!("{}: {} multiprocessors, tensor memory accelerator: {}", info.name, info.multiprocessors, info.has_tma());
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct DeviceInfo {
     /// Number given to [`Device::open`].
@@ -55,6 +64,13 @@ impl DeviceInfo {
 }
 
 /// Device memory in bytes at one moment.
+///
+/// ```
+/// use cuda_graphs::MemoryInfo;
+///
+/// let memory = MemoryInfo { free: 3 << 30, total: 4 << 30 };
+/// assert_eq!(memory.total - memory.free, 1 << 30);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct MemoryInfo {
     /// Not in use by anyone.

@@ -4,6 +4,12 @@
 ///
 /// Variants carry what was asked for and what was found. Those about missing or old software also carry
 /// advice on how to get it, since they are what a user of a new machine sees first.
+///
+/// ```
+/// use cuda_graphs::{BucketSet, Error};
+///
+/// assert_eq!(BucketSet::new(0), Err(Error::EmptyBucketSet));
+/// ```
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

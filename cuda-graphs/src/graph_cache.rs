@@ -20,6 +20,26 @@ use crate::stream::Stream;
 use crate::verify::{VerifyReport, verify};
 
 /// The buffers that captured graphs read and write by address.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// use std::ops::Range;
+///
+/// struct Inputs {
+///     tokens: Rows<u32>,
+///     positions: Rows<u32>,
+/// }
+///
+/// impl StaticBuffers for Inputs {
+///     fn pad(&self, stream: &Stream, rows: Range<usize>) -> Result<()> {
+///         self.tokens.pad(stream, rows.clone())?;
+///         self.positions.pad(stream, rows)
+///     }
+/// }
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 pub trait StaticBuffers {
     /// Makes `rows`, which no request uses in the coming replay, harmless: such as slot 0 and position 0. Must only
     /// give work to `stream`.
@@ -55,6 +75,16 @@ impl<A: StaticBuffers, B: StaticBuffers> StaticBuffers for (A, B) {
 }
 
 /// A static input of `[rows, width]` elements whose unused rows hold a fixed value.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let tokens = Rows::<u32>::new(&stream, 16, 1, 0)?; // 16 rows of one element; padding is 0
+/// tokens.upload(&stream, &[5, 6, 7])?;
+/// assert_eq!(stream.download(tokens.rows(0..3)?)?, [5, 6, 7]);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Rows<T> {
     buffer: DeviceBuffer<T>,
@@ -115,6 +145,16 @@ impl<T: Pod> StaticBuffers for Rows<T> {
 }
 
 /// How graphs are captured.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// // One pool for two sets of graphs that never run at the same time.
+/// let options = CaptureOptions { pool: Some(MemoryPool::new(&device)), ..CaptureOptions::default() };
+/// assert!(options.warm_up);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct CaptureOptions {
     /// Run the work of each bucket once before its capture, so that kernels are loaded, algorithms chosen and the

@@ -41,6 +41,16 @@ impl Drop for ModuleInner {
 }
 
 /// A cubin loaded on a device. Cheap to clone; unloaded when the last clone, kernel and captured graph is gone.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let spec = KernelSpec::new("one", "extern \"C\" __global__ void one(int* x) { *x = 1; }").entry("one", Limits::default());
+/// let module = Module::load(&device, &Compiler::new()?.compile_for(&spec, device.arch())?)?;
+/// assert!(module.kernel("one").is_ok() && module.kernel("two").is_err());
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Module {
     inner: Arc<ModuleInner>,
@@ -262,6 +272,16 @@ impl LaunchConfig {
 }
 
 /// A kernel ready to be launched. Cheap to clone.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let spec = KernelSpec::new("one", "extern \"C\" __global__ void one(int* x) { *x = 1; }").entry("one", Limits::default());
+/// let kernel = Compiler::new()?.load(&device, &spec)?.kernel("one")?;
+/// println!("{} registers, {} blocks at once", kernel.usage().registers, kernel.blocks_per_multiprocessor(256, 0)?);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Kernel {
     module: Arc<ModuleInner>,

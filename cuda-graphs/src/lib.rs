@@ -88,7 +88,10 @@ pub use {
     buffer::{DeviceBuffer, DeviceMemory, DeviceSlice},
     cache::{CACHE_VARIABLE, CacheLocation},
     capture::{Capture, Graph},
-    check::{REQUIRE_NVRTC_VARIABLE, UsageRow, UsageTable, assert_kernels_compile, check_kernels},
+    check::{
+        FEW_CASES_VARIABLE, REQUIRE_NVRTC_VARIABLE, UsageRow, UsageTable, assert_kernels_compile, cases,
+        check_kernels, few_cases,
+    },
     compiler::{Compiler, CompilerOptions, Cubin},
     cubin::{ResourceUsage, resource_usage},
     device::{Device, DeviceInfo, MemoryInfo},

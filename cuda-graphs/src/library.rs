@@ -522,6 +522,18 @@ mod tests {
     }
 
     #[test]
+    fn the_advice_names_what_to_install_and_what_to_set() {
+        for (kind, library, package) in [
+            (NVRTC, "nvrtc", "nvidia-cuda-nvrtc"),
+            (CUBLAS_LT, "cublasLt", "nvidia-cublas"),
+        ] {
+            assert_eq!(kind.stem, library);
+            assert!(kind.advice.contains(package), "{}", kind.advice);
+            assert!(kind.advice.contains(LIBRARY_PATH_VARIABLE), "{}", kind.advice);
+        }
+    }
+
+    #[test]
     fn a_library_nobody_has_is_a_typed_error_with_advice() {
         let kind = LibraryKind {
             stem: "no-such-library",

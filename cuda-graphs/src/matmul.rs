@@ -21,6 +21,19 @@ use crate::stream::Stream;
 use crate::tuning::{Tuner, row_class};
 
 /// Element types of a product's output.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// use half::bf16;
+///
+/// /// `x · wᵀ` into f32 or bf16.
+/// fn project<T: MatmulElement>(matmul: &Matmul, x: &DeviceBuffer<bf16>, w: &DeviceBuffer<bf16>, y: &DeviceBuffer<T>) -> Result<()> {
+///     matmul.multiply(MatmulDims { m: 8, n: 64, k: 32 }, x, w, y, None)
+/// }
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 pub trait MatmulElement: Pod + sealed::Sealed {
     #[doc(hidden)]
     const CODE: std::ffi::c_int;
@@ -45,6 +58,14 @@ impl MatmulElement for f32 {
 }
 
 /// The sizes of a product `Y[m, n] = X[m, k] · W[n, k]ᵀ`.
+///
+/// ```
+/// use cuda_graphs::MatmulDims;
+///
+/// // 8 rows of 2,560 features times the transpose of a matrix of 4,096 rows.
+/// let dims = MatmulDims { m: 8, n: 4096, k: 2560 };
+/// assert_eq!(dims.m * dims.n, 32_768);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MatmulDims {
     /// Rows of X and Y: tokens.
@@ -56,6 +77,13 @@ pub struct MatmulDims {
 }
 
 /// How to make a [`Matmul`].
+///
+/// ```
+/// use cuda_graphs::{CacheLocation, MatmulOptions};
+///
+/// let options = MatmulOptions { algorithms: 4, cache: CacheLocation::Off, ..MatmulOptions::default() };
+/// assert!(options.workspace_bytes > 0);
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MatmulOptions {
     /// Device memory that algorithms may use, bytes.
@@ -77,6 +105,19 @@ impl Default for MatmulOptions {
 }
 
 /// What is known about a product's algorithm.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// use half::bf16;
+///
+/// let matmul = Matmul::new(&stream)?;
+/// let w = DeviceBuffer::<bf16>::zeroed(&device, 64 * 32)?;
+/// let report = matmul.prepare::<f32>(MatmulDims { m: 8, n: 64, k: 32 }, &w, false)?;
+/// println!("{} us, the best of {} algorithms", report.microseconds, report.tried);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct MatmulReport {
     /// Its time when it was chosen, for the class's largest row count, microseconds; 0 if it was not timed.

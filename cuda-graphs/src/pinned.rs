@@ -47,6 +47,18 @@ impl Drop for PinnedAllocation {
 ///
 /// Reading while a copy into it is under way gives old and new elements in any mixture; wait for an
 /// [`Event`](crate::Event) recorded after the copy first.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let staging = PinnedBuffer::<u32>::zeroed(&device, 4)?;
+/// staging.write(0, &[1, 2, 3, 4])?;
+/// let buffer = DeviceBuffer::<u32>::zeroed(&device, 4)?;
+/// stream.upload_async(buffer.as_slice(), staging.as_slice())?; // the host goes on
+/// stream.synchronize()?;
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct PinnedBuffer<T> {
     allocation: Arc<PinnedAllocation>,
@@ -157,6 +169,16 @@ impl<T: Pod> PinnedBuffer<T> {
 }
 
 /// A view of consecutive elements of a [`PinnedBuffer`].
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let staging = PinnedBuffer::<u32>::zeroed(&device, 4)?;
+/// assert_eq!(staging.slice(1..3)?.len(), 2);
+/// assert!(staging.slice(3..5).is_err());
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct PinnedSlice<'a, T> {
     buffer: &'a PinnedBuffer<T>,

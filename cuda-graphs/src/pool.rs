@@ -38,6 +38,17 @@ struct State {
 }
 
 /// Scratch memory handed out in order, see the module's description. Cheap to clone; all clones are one pool.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let pool = MemoryPool::new(&device);
+/// let first = pool.alloc::<f32>(100)?.ptr();
+/// pool.reset(); // what was given out may be given out again
+/// assert_eq!(pool.alloc::<f32>(50)?.ptr(), first);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct MemoryPool {
     device: Device,
@@ -131,6 +142,15 @@ impl MemoryPool {
 }
 
 /// A piece of a [`MemoryPool`].
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let scratch = MemoryPool::new(&device).alloc::<f32>(100)?;
+/// assert_eq!((scratch.len(), scratch.as_slice().byte_len()), (100, 400));
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct PoolSlice<T> {
     allocation: Arc<Allocation>,

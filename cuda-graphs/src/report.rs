@@ -3,6 +3,20 @@
 use serde::{Deserialize, Serialize};
 
 /// The cost of one bucket's graph.
+///
+/// ```
+/// use cuda_graphs::BucketReport;
+///
+/// let report = BucketReport {
+///     bucket: 8,
+///     nodes: 200,
+///     warm_up_ms: 2.0,
+///     capture_ms: 3.0,
+///     instantiate_ms: 1.0,
+///     memory_bytes: 1 << 20,
+/// };
+/// assert_eq!(report.warm_up_ms + report.capture_ms + report.instantiate_ms, 6.0);
+/// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct BucketReport {
     /// Rows of the bucket.
@@ -20,6 +34,13 @@ pub struct BucketReport {
 }
 
 /// The cost of all graphs of a cache, in the order of capture (largest first).
+///
+/// ```
+/// use cuda_graphs::CaptureReport;
+///
+/// let report = CaptureReport { buckets: Vec::new(), total_ms: 12.5, memory_bytes: 0 };
+/// assert!(!report.to_string().is_empty(), "prints one line per bucket");
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct CaptureReport {
     /// One entry per bucket.
@@ -59,6 +80,15 @@ impl std::fmt::Display for CaptureReport {
 }
 
 /// How many replays each bucket served, and how many of their rows were padding.
+///
+/// ```
+/// use cuda_graphs::ReplayStats;
+///
+/// let mut stats = ReplayStats::default();
+/// stats.record(5, 8); // five rows in the bucket of eight
+/// assert_eq!((stats.replays, stats.rows, stats.padded_rows), (1, 5, 3));
+/// assert_eq!(stats.padding_share(), 0.375);
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplayStats {
     /// Replays in all.

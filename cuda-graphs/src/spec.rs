@@ -10,6 +10,14 @@ use crate::arch::Arch;
 use crate::cubin::ResourceUsage;
 
 /// A header given to the compiler in memory; `#include "name"` finds it.
+///
+/// ```
+/// use cuda_graphs::{Header, KernelSpec};
+///
+/// let spec = KernelSpec::new("twice", "#include \"twice.cuh\"\nextern \"C\" __global__ void twice(int* x) { *x = TWICE(*x); }")
+///     .headers([Header::new("twice.cuh", "#define TWICE(x) (2 * (x))")]);
+/// assert_eq!(spec.headers[0].name, "twice.cuh");
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
     /// The name in the `#include`.
@@ -30,6 +38,13 @@ impl Header {
 
 /// What a kernel may use at most. The default forbids spills and stack, and leaves registers and shared memory to the
 /// hardware's own limits (255, 48 KiB).
+///
+/// ```
+/// use cuda_graphs::Limits;
+///
+/// let limits = Limits { spill_bytes: 16, ..Limits::registers(128) };
+/// assert_eq!((limits.registers, limits.stack_bytes), (128, 0));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Registers per thread.
@@ -83,6 +98,13 @@ impl Limits {
 }
 
 /// A kernel in a source: its name and its limits.
+///
+/// ```
+/// use cuda_graphs::{EntryPoint, Limits};
+///
+/// let entry = EntryPoint::new("scale", Limits::registers(32));
+/// assert_eq!((entry.name.as_ref(), entry.limits.registers), ("scale", 32));
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EntryPoint {
     /// The name of an `extern "C" __global__` function.
@@ -102,6 +124,14 @@ impl EntryPoint {
 }
 
 /// The architectures a kernel is for.
+///
+/// ```
+/// use cuda_graphs::{Arch, Archs};
+///
+/// assert!(Archs::All.contains(Arch::SM_80));
+/// assert!(Archs::From(9, 0).contains(Arch::SM_100A) && !Archs::From(9, 0).contains(Arch::SM_89));
+/// assert!(!Archs::Only(vec![Arch::SM_90A]).contains(Arch::SM_100A));
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Archs {
     /// Every one from compute capability 8.0 on.

@@ -38,6 +38,16 @@ impl Drop for Inner {
 ///
 /// It does not wait for the legacy default stream. Work of one stream runs in order; work of two streams is ordered
 /// only by [`Event`]s.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let buffer = DeviceBuffer::from_slice(&stream, &[1u32, 2, 3])?;
+/// assert_eq!(stream.download(&buffer)?, [1, 2, 3]);
+/// assert!(stream.is_idle()?);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Stream {
     inner: Arc<Inner>,
@@ -196,6 +206,19 @@ impl Drop for EventInner {
 }
 
 /// A point in a stream's work, with the time it was reached.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let (start, end) = (Event::new(&device)?, Event::new(&device)?);
+/// stream.record(&start)?;
+/// let _ = DeviceBuffer::from_slice(&stream, &[0u8; 1 << 20])?;
+/// stream.record(&end)?;
+/// end.synchronize()?;
+/// println!("{} ms", start.elapsed_ms(&end)?);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Event {
     inner: Arc<EventInner>,

@@ -10,6 +10,23 @@ use crate::error::{Error, Result};
 /// The 128-byte descriptor of a tensor in device memory, to be part of a kernel's parameter struct.
 ///
 /// In the kernel it is a member `alignas(64) char map[128]`, whose address `cp.async.bulk.tensor` takes.
+///
+/// ```no_run
+/// # use cuda_graphs::*;
+/// # let device = Device::open(0)?;
+/// # let stream = Stream::new(&device)?;
+/// let matrix = DeviceBuffer::<u16>::zeroed(&device, 64 * 128)?; // bf16
+/// let spec = TensorMapSpec {
+///     element: TensorElement::Bf16,
+///     dims: &[128, 64],
+///     strides: &[256],
+///     box_dims: &[64, 16],
+///     swizzle: Swizzle::Bytes128,
+/// };
+/// let map = TensorMap::tiled(matrix.as_slice(), &spec)?; // a member of a kernel's parameters
+/// assert_eq!(size_of_val(&map), 128);
+/// # Ok::<(), cuda_graphs::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C, align(64))]
 pub struct TensorMap {
@@ -19,6 +36,12 @@ pub struct TensorMap {
 const _: () = assert!(size_of::<TensorMap>() == 128);
 
 /// Element types of a [`TensorMap`].
+///
+/// ```
+/// use cuda_graphs::TensorElement;
+///
+/// assert_eq!((TensorElement::Bf16.bytes(), TensorElement::F32.bytes()), (2, 4));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TensorElement {
     /// Unsigned bytes.
@@ -42,6 +65,12 @@ impl TensorElement {
 
 /// How a box is laid out in shared memory: 16-byte pieces exchanged within rows of this many bytes, so that reading a
 /// column meets no bank twice.
+///
+/// ```
+/// use cuda_graphs::Swizzle;
+///
+/// assert_eq!(Swizzle::default(), Swizzle::None);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Swizzle {
     /// As it is.
@@ -56,6 +85,20 @@ pub enum Swizzle {
 }
 
 /// What a [`TensorMap`] describes. Dimensions go from the innermost (contiguous) to the outermost.
+///
+/// ```
+/// use cuda_graphs::{Swizzle, TensorElement, TensorMapSpec};
+///
+/// // A matrix of 4,096 rows of 2,560 bf16, in boxes of 64 columns by 16 rows.
+/// let spec = TensorMapSpec {
+///     element: TensorElement::Bf16,
+///     dims: &[2560, 4096],
+///     strides: &[5120],
+///     box_dims: &[64, 16],
+///     swizzle: Swizzle::Bytes128,
+/// };
+/// assert_eq!(u64::from(spec.box_dims[0]) * spec.element.bytes(), 128, "a row of a box");
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorMapSpec<'a> {
     /// Element type.

@@ -6,6 +6,13 @@ use crate::error::{Error, Result};
 use crate::stream::Stream;
 
 /// What a successful check compared.
+///
+/// ```
+/// use cuda_graphs::VerifyReport;
+///
+/// let report = VerifyReport { buffers: 2, bytes: 4096, changed: 96 };
+/// assert!(report.changed > 0, "a replay that writes nothing proves nothing");
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct VerifyReport {
     /// Output buffers compared.

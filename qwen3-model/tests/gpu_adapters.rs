@@ -7,7 +7,7 @@ mod gpu_support;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use gpu_support::{Gpu, config, repository};
+use gpu_support::{Gpu, config, repository, tiny};
 use half::bf16;
 use lora_merge::{
     ActiveAdapter, Adapter, AdapterConfig, DriftOptions, DriftSubject, MergedStore, TensorSlice,
@@ -17,7 +17,7 @@ use paged_kv::PageTable;
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, WeightSource};
 use qwen3_model::{
     Backend, CpuBackend, Error, LoadOptions, MergeMode, PristineCopy, PristineWeights, Projection,
-    Qwen3Config, Weights, modules, random_adapter,
+    Qwen3Config, modules, random_adapter,
 };
 
 const PLACES: [PristineCopy; 3] = [PristineCopy::Device, PristineCopy::Pinned, PristineCopy::File];
@@ -82,13 +82,6 @@ fn options() -> CudaOptions {
     }
 }
 
-fn tiny() -> (Qwen3Config, Weights) {
-    let dir = repository().join("rollout-engine/models/tiny-qwen3-math");
-    let config = Qwen3Config::from_dir(&dir).unwrap();
-    let weights = Weights::open(&dir, &config).unwrap();
-    (config, weights)
-}
-
 fn backend(gpu: &Gpu, config: &Qwen3Config, weights: WeightSource<'_>) -> CudaBackend {
     CudaBackend::new(&gpu.device, &gpu.compiler, config.clone(), weights, options()).unwrap()
 }
@@ -116,7 +109,7 @@ fn merged_bits_are_those_of_the_cpu_wherever_the_pristine_copy_lives() {
         let mut backend = backend(&gpu, &config, WeightSource::Given(&weights));
         backend.set_pristine_copy(place).unwrap();
         let base = served(&backend);
-        for (number, name) in NAMES.into_iter().enumerate() {
+        for (number, name) in cuda_graphs::cases(NAMES).into_iter().enumerate() {
             let report = backend.set_adapters(&active(name), MergeMode::Merged).unwrap();
             let expected = store.refresh(&active(name)).unwrap();
             assert_eq!(report.version.number, number as u64 + 1);

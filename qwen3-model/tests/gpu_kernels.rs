@@ -182,8 +182,8 @@ fn rope_and_cache_write_for_every_page_size_and_head_ratio() {
         (128, 5, 5),
         (64, 14, 2),
     ];
-    for (seed, (head_dim, q_heads, kv_heads)) in (30..).zip(shapes) {
-        for page_size in [16usize, 32, 64, 128, 256] {
+    for (seed, (head_dim, q_heads, kv_heads)) in cuda_graphs::cases((30..).zip(shapes)) {
+        for page_size in cuda_graphs::cases([16usize, 32, 64, 128, 256]) {
             rope_case(
                 &gpu,
                 seed * 1000 + page_size as u64,

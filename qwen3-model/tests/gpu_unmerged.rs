@@ -4,15 +4,13 @@
 
 mod gpu_support;
 
-use gpu_support::{Gpu, bf16s, normals, repository, rng};
+use gpu_support::{Gpu, bf16s, normals, repository, rng, tiny};
 use half::bf16;
 use lora_merge::{ActiveAdapter, Adapter};
 use paged_kv::PageTable;
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, WeightSource};
 use qwen3_model::launch::{PartUpdate, ProductOutput, RowPolicies, Site, UnmergedKernels, UnmergedTables};
-use qwen3_model::{
-    Backend, CpuBackend, LoadOptions, MergeMode, Model, Qwen3Config, SequenceChunk, StepBatch, Weights,
-};
+use qwen3_model::{Backend, CpuBackend, LoadOptions, MergeMode, Model, SequenceChunk, StepBatch};
 use rand::Rng;
 
 /// `gain ⊙ y + B·A·x + bias` in f64, and the magnitudes that bound its rounding.
@@ -36,7 +34,7 @@ fn exact(part: &PartUpdate, x: &[bf16], y: f64, row: usize) -> (f64, f64) {
 fn updates_agree_with_f64_for_any_mix_of_policies() {
     let gpu = Gpu::open();
     let kernels = UnmergedKernels::load(&gpu.compiler, &gpu.device).unwrap();
-    for seed in 1..8 {
+    for seed in cuda_graphs::cases(1..8) {
         let mut rng = rng(seed);
         let k = 8 * rng.random_range(1..80usize);
         let n_parts = rng.random_range(1..4usize);
@@ -188,13 +186,6 @@ fn options() -> CudaOptions {
     }
 }
 
-fn tiny() -> (Qwen3Config, Weights) {
-    let dir = repository().join("rollout-engine/models/tiny-qwen3-math");
-    let config = Qwen3Config::from_dir(&dir).unwrap();
-    let weights = Weights::open(&dir, &config).unwrap();
-    (config, weights)
-}
-
 fn backend(gpu: &Gpu) -> CudaBackend {
     let (config, weights) = tiny();
     let source = WeightSource::Given(&weights);
@@ -239,7 +230,7 @@ fn models_with_any_adapter_are_the_cpus() {
     let ids: Vec<u32> = (0..120).map(|i| (i * 37 + i * i) % 571).collect();
     let base = logits(&mut model, &ids);
     let plain = mean_difference(&base, &logits(&mut cpu, &ids));
-    for name in NAMES {
+    for name in cuda_graphs::cases(NAMES) {
         let report = model.set_adapters(&active(name), MergeMode::Unmerged).unwrap();
         let expected = cpu.set_adapters(&active(name), MergeMode::Unmerged).unwrap();
         assert_eq!(report.version, expected.version, "{name}");

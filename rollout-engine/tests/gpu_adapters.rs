@@ -1,23 +1,14 @@
 //! Adapters through the engine on a GPU, against the golden completions of PEFT.
 #![cfg(feature = "cuda")]
 
+mod gpu_support;
+
 use std::path::PathBuf;
 
+use cuda_graphs::cases;
+use gpu_support::{CLOSE, Golden, bundled_model, repository};
 use lora_merge::{ActiveAdapter, Adapter, DriftOptions, verify_no_drift};
 use rollout_engine::{AdapterSource, DeviceChoice, Engine, Error, MergeMode, Request};
-
-/// Where the reference's two best logits are nearer than this, a bf16 engine may choose the other token.
-const CLOSE: f64 = 0.05;
-
-/// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
-fn repository() -> PathBuf {
-    let built = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
-    let places = [built, PathBuf::from("."), PathBuf::from("..")];
-    let found = places
-        .into_iter()
-        .find(|place| place.join("fixtures/golden").is_dir());
-    found.expect("run this in the repository, which holds fixtures/golden")
-}
 
 fn adapter(name: &str) -> PathBuf {
     repository().join("fixtures/adapters").join(name)
@@ -25,7 +16,7 @@ fn adapter(name: &str) -> PathBuf {
 
 fn engine(mode: MergeMode) -> Result<Engine, Error> {
     Engine::builder()
-        .model(repository().join("rollout-engine/models/tiny-qwen3-math"))
+        .model(bundled_model())
         .device(DeviceChoice::Cuda(0))
         .max_batch_size(16)
         .n_pages(1 + 16 * 8)
@@ -39,7 +30,7 @@ fn engine(mode: MergeMode) -> Result<Engine, Error> {
 #[ignore = "needs an NVIDIA GPU"]
 fn golden_completions_of_merged_adapters() {
     let mut engine = engine(MergeMode::Merged).expect("builds");
-    for name in [
+    for name in cases([
         "mult-r32",
         "qv-r8",
         "rslora-r8",
@@ -48,30 +39,26 @@ fn golden_completions_of_merged_adapters() {
         "layers13-r4",
         "lorabias-r4",
         "mult-r32+qv-r8",
-    ] {
+    ]) {
         let update = engine
             .load_adapters(
                 name.split('+')
                     .map(|name| (AdapterSource::from(adapter(name)), 1.0)),
             )
             .expect("loads");
-        let path = repository().join(format!("fixtures/golden/greedy-{name}.json"));
-        let golden: Vec<serde_json::Value> =
-            serde_json::from_slice(&std::fs::read(path).expect("readable")).expect("JSON");
-        let ids =
-            |value: &serde_json::Value| -> Vec<u32> { serde_json::from_value(value.clone()).expect("ids") };
+        let golden = Golden::all(name);
         let requests: Vec<Request> = golden
             .iter()
-            .map(|case| Request::token_ids(ids(&case["prompt_ids"])).max_new_tokens(400))
+            .map(|case| Request::token_ids(case.prompt.clone()).max_new_tokens(400))
             .collect();
         let (mut sure, mut equal) = (0, 0);
         for (case, completion) in golden.iter().zip(engine.generate(&requests).expect("runs")) {
             let completion = completion.expect("completes");
             assert_eq!(completion.policies.len(), 1);
             assert_eq!(completion.policies[0].version, update.version);
-            let same = completion.token_ids == ids(&case["completion_ids"]);
+            let same = completion.token_ids == case.completion;
             equal += usize::from(same);
-            if case["min_top2_logit_gap"].as_f64().expect("a gap") > 2.0 * CLOSE {
+            if case.gap > 2.0 * CLOSE {
                 sure += 1;
                 assert!(same, "{name}: a sure completion differs");
             }

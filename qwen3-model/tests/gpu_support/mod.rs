@@ -7,8 +7,8 @@
 
 use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
 use half::bf16;
-use qwen3_model::Qwen3Config;
 use qwen3_model::launch::Kernels;
+use qwen3_model::{Qwen3Config, Weights};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -97,6 +97,19 @@ pub fn assert_twice(what: &str, kernel: &[bf16], plain: &[f64], exact: &[f64]) {
         ours <= 2.0 * theirs + 1e-12 * size,
         "{what}: error {ours:e}, the plain formula has {theirs:e}, of {size:e}"
     );
+}
+
+/// The configuration and weights of the model in a folder of the repository.
+pub fn model(folder: &str) -> (Qwen3Config, Weights) {
+    let dir = repository().join(folder);
+    let config = Qwen3Config::from_dir(&dir).expect("a configuration");
+    let weights = Weights::open(&dir, &config).expect("weights");
+    (config, weights)
+}
+
+/// The bundled model.
+pub fn tiny() -> (Qwen3Config, Weights) {
+    model("rollout-engine/models/tiny-qwen3-math")
 }
 
 /// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
