@@ -1,31 +1,65 @@
 // A matrix in 4 bits to bf16, with the bits that bitsandbytes gives.
 //
-//   out[i] = bf16( map[nibble i] * absmax[i / 64] )          i in 0 .. 64 n_blocks
+//   out[n, k] = bf16( map[nibble of (n, k)] * absmax[k / 64, n] )
 //
-// packed u8 [32 n_blocks], absmax f32 [n_blocks], out bf16 [64 n_blocks]. Half a block of 64 per thread.
-#include "four_bit.cuh"
+// packed u8 [rows, 32 blocks], absmax f32 [blocks, rows], out bf16 [rows, 64 blocks]. A thread takes eight weights at a time, so
+// that neighbours read and write neighbours. A byte of two weights is looked up in shared memory, as two f32 values of the map;
+// each multiple of 16 bytes of banks has a copy of the table, so that no two lanes meet in a bank. Blocks stay for as long as
+// there is work, since each makes the table.
+#include "common.cuh"
 
 #define DEQUANTIZE_THREADS 256
+#define AT_ONCE 4
+#define PAIR_COPIES 16
 
 struct Nf4DequantizeParams {
-    const unsigned char* packed;
+    const u32* packed;
     const float* absmax;
     u16* out;
-    u64 n_halves;
+    u32 rows;
+    u32 blocks; // of a row
     float map[16];
 };
 
+// Two weights, from byte `i` of a word. `pairs` is the lane's copy of the table.
+__device__ __forceinline__ u32 two_weights(const unsigned char* pairs, u32 word, int i, float absmax) {
+    const u32 at = (i == 0 ? word << 7 : word >> (8 * i - 7)) & 0x7f80;
+    const float2 pair = *reinterpret_cast<const float2*>(pairs + at);
+    return pack_bf16(__fmul_rn(pair.x, absmax), __fmul_rn(pair.y, absmax));
+}
+
 extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS)
     nf4_dequantize(const __grid_constant__ Nf4DequantizeParams p) {
+    __shared__ float2 table[256 * PAIR_COPIES];
     pdl_release();
+    // The even element of a byte is its high nibble.
+    for (u32 at = threadIdx.x; at < 256 * PAIR_COPIES; at += DEQUANTIZE_THREADS) {
+        const u32 byte = at / PAIR_COPIES;
+        table[at] = make_float2(p.map[byte >> 4], p.map[byte & 15]);
+    }
+    __syncthreads();
+    const unsigned char* pairs = reinterpret_cast<const unsigned char*>(table + threadIdx.x % PAIR_COPIES);
     pdl_wait();
-    const u64 half = (u64)blockIdx.x * DEQUANTIZE_THREADS + threadIdx.x;
-    if (half >= p.n_halves) return;
-    const uint4 words = __ldcs(reinterpret_cast<const uint4*>(p.packed) + half);
-    const BlockTable table = block_table(p.map, p.absmax[half / 2]);
-    uint4* out = reinterpret_cast<uint4*>(p.out) + half * 4;
-    out[0] = eight_weights(table, words.x);
-    out[1] = eight_weights(table, words.y);
-    out[2] = eight_weights(table, words.z);
-    out[3] = eight_weights(table, words.w);
+    const u64 n_words = (u64)p.rows * p.blocks * 8;
+    const u64 step = (u64)gridDim.x * DEQUANTIZE_THREADS * AT_ONCE;
+    for (u64 first = (u64)blockIdx.x * DEQUANTIZE_THREADS * AT_ONCE + threadIdx.x; first < n_words; first += step) {
+        u32 words[AT_ONCE];
+        float absmax[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const u64 at = first + i * DEQUANTIZE_THREADS;
+            const u32 block = (u32)(at / 8); // fewer than 2^32 blocks: a matrix has fewer than 2^38 elements
+            const bool valid = at < n_words;
+            words[i] = valid ? __ldcs(p.packed + at) : 0;
+            absmax[i] = valid ? p.absmax[(u64)(block % p.blocks) * p.rows + block / p.blocks] : 0.f;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const u64 at = first + i * DEQUANTIZE_THREADS;
+            if (at < n_words)
+                reinterpret_cast<uint4*>(p.out)[at] =
+                    make_uint4(two_weights(pairs, words[i], 0, absmax[i]), two_weights(pairs, words[i], 1, absmax[i]),
+                               two_weights(pairs, words[i], 2, absmax[i]), two_weights(pairs, words[i], 3, absmax[i]));
+        }
+    }
 }

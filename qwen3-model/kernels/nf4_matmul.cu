@@ -1,9 +1,9 @@
 // Product with a matrix in 4 bits for the row counts of decoding: weights are read once, decoded in registers.
 //
 //   y[t, n] = sum over k of x[t, k] * w[n, k]         t in 0 .. m <= 8 TILES
-//   w[n, k] = bf16( map[nibble of (n, k)] * absmax[n, k / 64] )
+//   w[n, k] = bf16( map[nibble of (n, k)] * absmax[k / 64, n] )
 //
-// packed u8 [n, k / 2], absmax f32 [n, k / 64], x bf16 [m, k], y bf16 or f32 [m, n]; n % 16 == 0, k % 64 == 0.
+// packed u8 [n, k / 2], absmax f32 [k / 64, n], x bf16 [m, k], y bf16 or f32 [m, n]; n % 16 == 0, k % 64 == 0.
 //
 //   tile            16 rows of w; a block takes every gridDim.x-th, its warps share the columns
 //   unit            4 blocks of 64 columns; a warp takes every (warps)-th. Lane (g, q) decodes block q of rows g and g + 8
@@ -66,7 +66,7 @@ __device__ __forceinline__ Held hold(const Nf4MatmulParams& p, u32 row, u32 bloc
         const uint4* words = reinterpret_cast<const uint4*>(p.packed + at * 32);
         held.words[r][0] = valid ? __ldcs(words) : make_uint4(0, 0, 0, 0);
         held.words[r][1] = valid ? __ldcs(words + 1) : make_uint4(0, 0, 0, 0);
-        held.absmax[r] = valid ? __ldcs(p.absmax + at) : 0.f;
+        held.absmax[r] = valid ? __ldcs(p.absmax + (u64)block * p.n + row + 8 * r) : 0.f;
     }
     return held;
 }

@@ -1,9 +1,10 @@
 // A bf16 matrix to 4 bits, as bitsandbytes quantises on a CPU, without double quantisation.
 //
-//   absmax[b] = max |w| over the 64 weights of block b
-//   nibble    = nibbles[ number of bounds below w * (1 / absmax) ]
+//   absmax[b, n] = max |w| over the 64 weights of block b of row n
+//   nibble       = nibbles[ number of bounds below w * (1 / absmax) ]
 //
-// in bf16 [64 n_blocks], packed u8 [32 n_blocks], absmax f32 [n_blocks]. A warp per block, two weights per lane.
+// in bf16 [rows, 64 blocks], packed u8 [rows, 32 blocks], absmax f32 [blocks, stride]. A warp per block, two weights per
+// lane.
 #include "common.cuh"
 
 #define QUANTIZE_WARPS 8
@@ -12,7 +13,9 @@ struct Nf4QuantizeParams {
     const u16* in;
     unsigned char* packed;
     float* absmax;
-    u64 n_blocks;
+    u64 n_blocks; // of all rows
+    u32 blocks;   // of a row
+    u32 stride;
     float bounds[15]; // sorted
     u32 unused;
     unsigned char nibbles[16]; // of the intervals between the bounds
@@ -42,5 +45,5 @@ extern "C" __global__ void __launch_bounds__(QUANTIZE_WARPS * 32)
     const float a = fminf(fmaxf(__fmul_rn(low, factor), -1.f), 1.f);
     const float b = fminf(fmaxf(__fmul_rn(high, factor), -1.f), 1.f);
     p.packed[block * 32 + lane] = nibble_of(p, a) << 4 | nibble_of(p, b);
-    if (lane == 0) p.absmax[block] = absmax;
+    if (lane == 0) p.absmax[block % p.blocks * p.stride + block / p.blocks] = absmax;
 }

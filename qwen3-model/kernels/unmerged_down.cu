@@ -3,14 +3,16 @@
 // x bf16 [m, k], h f32 [m, parts, max_rank], k % 8 == 0. Rows without a policy, and ranks that a policy does not have, are not
 // written.
 //
-//   block    16 ranks of one part, 32 rows of x        its warps share the columns, sums are added in their order
-//   lane     (g, q) loads 8 columns of ranks g and g + 8 and of rows g, g + 8, … : the order of the columns is free
+//   block    16 ranks of one part, 16 rows of x        its warps share the columns, sums are added in their order
+//   lane     (g, q) loads 8 columns of ranks g and g + 8 and of rows g and g + 8 : the order of the columns is free
 //
+// There are few blocks, so that what counts is how long a warp waits: it asks for AT_ONCE pieces of everything at once.
 // Rows of several policies may share a block: each policy takes its turn, with the other rows zero.
 #include "unmerged.cuh"
 
-#define WARPS 8
-#define ROW_TILES 4
+#define WARPS 16
+#define ROW_TILES 2
+#define AT_ONCE 4
 
 struct UnmergedDownParams {
     Unmerged u;
@@ -19,6 +21,23 @@ struct UnmergedDownParams {
     u32 k;
     u32 max_rank;
 };
+
+// Sixteen bytes, or zeros.
+__device__ __forceinline__ uint4 load_if(bool valid, const u16* p) {
+    uint4 v;
+    asm volatile(
+        "{\n"
+        ".reg .pred valid;\n"
+        "setp.ne.u32 valid, %4, 0;\n"
+        "mov.u32 %0, 0;\n"
+        "mov.u32 %1, 0;\n"
+        "mov.u32 %2, 0;\n"
+        "mov.u32 %3, 0;\n"
+        "@valid ld.global.v4.u32 {%0, %1, %2, %3}, [%5];\n"
+        "}\n"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "r"((u32)valid), "l"(p));
+    return v;
+}
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) unmerged_down(const __grid_constant__ UnmergedDownParams p) {
     __shared__ float sums[WARPS][ROW_TILES * 8][17];
@@ -41,19 +60,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) unmerged_down(const __g
         const UnmergedEntry entry = p.u.entries[turn * p.u.parts + part];
         if (rank >= entry.rank) continue;
         const u16* a = entry.a + (u64)(rank + g) * p.k;
-        const uint4 zero = make_uint4(0, 0, 0, 0);
-        for (u32 k = warp * 32 + q * 8; k < (p.k + 31) / 32 * 32; k += WARPS * 32) {
-            const bool valid = k < p.k;
-            const uint4 low = valid ? *reinterpret_cast<const uint4*>(a + k) : zero;
-            const uint4 high = valid ? *reinterpret_cast<const uint4*>(a + 8 * (u64)p.k + k) : zero;
+        for (u32 from = warp * 32; from < p.k; from += WARPS * 32 * AT_ONCE) {
+            uint4 low[AT_ONCE], high[AT_ONCE], x[AT_ONCE][ROW_TILES];
 #pragma unroll
-            for (int tile = 0; tile < ROW_TILES; ++tile) {
-                uint4 x = zero;
-                if (valid && policy[tile] == (int)turn)
-                    x = *reinterpret_cast<const uint4*>(p.x + (u64)(first + tile * 8 + g) * p.k + k);
-                unmerged_mma(acc[tile], make_uint2(low.x, low.y), make_uint2(high.x, high.y), x.x, x.y);
-                unmerged_mma(acc[tile], make_uint2(low.z, low.w), make_uint2(high.z, high.w), x.z, x.w);
+            for (u32 i = 0; i < AT_ONCE; ++i) {
+                const u32 k = from + i * WARPS * 32 + q * 8;
+                const bool valid = k < p.k;
+                low[i] = load_if(valid, a + k);
+                high[i] = load_if(valid, a + 8 * (u64)p.k + k);
+#pragma unroll
+                for (int tile = 0; tile < ROW_TILES; ++tile)
+                    x[i][tile] = load_if(valid && policy[tile] == (int)turn, p.x + (u64)(first + tile * 8 + g) * p.k + k);
             }
+            __syncwarp(); // no load is put off until after a product
+#pragma unroll
+            for (u32 i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+                for (int tile = 0; tile < ROW_TILES; ++tile) {
+                    unmerged_mma(acc[tile], make_uint2(low[i].x, low[i].y), make_uint2(high[i].x, high[i].y), x[i][tile].x,
+                                 x[i][tile].y);
+                    unmerged_mma(acc[tile], make_uint2(low[i].z, low[i].w), make_uint2(high[i].z, high[i].w), x[i][tile].z,
+                                 x[i][tile].w);
+                }
         }
     }
 #pragma unroll

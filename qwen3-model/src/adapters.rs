@@ -5,9 +5,10 @@ use std::time::Duration;
 use half::bf16;
 use lora_merge::{
     Adapter, AdapterConfig, LowRankTerm, MemoryReport, ModuleSpec, ModuleUpdate, PolicyVersion,
-    PristineSource, TensorSlice, TensorValues,
+    PristineSource, Resolved, TensorSlice, TensorValues,
 };
 use rayon::prelude::*;
+use sha2::{Digest, Sha256};
 
 use crate::{Projection, Qwen3Config, Weights};
 
@@ -69,6 +70,9 @@ pub struct AdapterReport {
     pub memory: MemoryReport,
     /// Wall time of writing the weights.
     pub merge_elapsed: Duration,
+    /// SHA-256 of the adapters of every policy that can be sampled under, in order: one for
+    /// [`Backend::set_adapters`](crate::Backend::set_adapters).
+    pub policies: Vec<[u8; 32]>,
     /// Wall time in all: with matching adapters and modules, and on a GPU the upload of the adapters.
     pub elapsed: Duration,
 }
@@ -79,6 +83,18 @@ pub(crate) fn base_policy() -> PolicyVersion {
     PolicyVersion {
         number: 0,
         sha256: digest.unwrap_or_default(),
+    }
+}
+
+/// The digest of a single policy is that of its adapters; of several, one over theirs.
+pub(crate) fn digest_of_policies(resolved: &[Resolved]) -> [u8; 32] {
+    match resolved {
+        [one] => one.digest(),
+        many => {
+            let mut sha = Sha256::new();
+            many.iter().for_each(|one| sha.update(one.digest()));
+            sha.finalize().into()
+        }
     }
 }
 

@@ -124,6 +124,36 @@ pub trait Backend {
         })
     }
 
+    /// Serves several policies at once over the base weights, each a set of adapters at run time, in place of all before.
+    /// Every sequence is computed under policy 0 until [`set_slot_policy`](Backend::set_slot_policy) says otherwise.
+    ///
+    /// # Errors
+    /// [`Error::Adapter`] for an adapter that does not fit or replaces a whole module, and [`Error::AdapterMode`] where the
+    /// backend cannot, as in this default. After an error the previous policies are fully in force.
+    fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<AdapterReport> {
+        let _ = policies;
+        Err(Error::AdapterMode {
+            backend: std::any::type_name::<Self>(),
+            mode: MergeMode::Unmerged,
+        })
+    }
+
+    /// Computes the sequence in `slot` under a policy of [`serve_policies`](Backend::serve_policies) from the next step on,
+    /// or under the base (`None`). What the cache holds of the slot must have been computed under the same policy.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for a slot or a policy that is not there; errors of the device.
+    fn set_slot_policy(&mut self, slot: usize, policy: Option<usize>) -> Result<()> {
+        let _ = slot;
+        match policy {
+            None => Ok(()),
+            Some(policy) => Err(Error::Option {
+                option: "policy",
+                problem: format!("is {policy}; no policies are served"),
+            }),
+        }
+    }
+
     /// The policy in force.
     fn policy(&self) -> PolicyVersion {
         crate::adapters::base_policy()

@@ -17,6 +17,7 @@ use cuda_graphs::{
 use half::bf16;
 
 mod four_bit;
+mod four_bit_layer;
 mod sample;
 mod unmerged;
 
@@ -24,8 +25,13 @@ pub use decode_layers::{
     DecodeLayers, DecodeLayersOp, DecodeLayersScratch, LayerOperands, LayersShape, MAX_BLOCKS, MAX_ROWS,
 };
 pub use four_bit::{FOUR_BIT_BLOCK, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
+pub use four_bit_layer::{
+    FOUR_BIT_LAYER_ROWS, FourBitLayer, FourBitLayerOp, FourBitStage, MAX_STAGES, StageOutput,
+};
 pub use sample::{Sample, SampleRow, SampleScratch};
-pub use unmerged::{MAX_PARTS, PartUpdate, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables};
+pub use unmerged::{
+    LowRankTerm, MAX_PARTS, PartUpdate, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables,
+};
 
 use crate::{Error, Qwen3Config, Result};
 
@@ -99,6 +105,7 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
         .chain(ropes)
         .chain(others)
         .chain(decode_layers::specs())
+        .chain(four_bit_layer::specs())
         .collect()
 }
 

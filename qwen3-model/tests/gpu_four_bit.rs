@@ -288,6 +288,7 @@ fn decode_steps_at_the_shape_of_qwen3_4b() {
             .collect();
         backend.sync_pages(&mut table).unwrap();
         print!("{what}, {:.2} GB:", backend.weight_bytes() as f64 / 1e9);
+        assert!(what == "bf16" || backend.weight_bytes() < 3_500_000_000);
         for batch in [1, 8, 16, 32, 64] {
             let mut best = f64::INFINITY;
             let mut position = 400;

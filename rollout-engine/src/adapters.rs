@@ -136,6 +136,8 @@ struct Served {
 pub(crate) struct AdapterSet {
     mode: MergeMode,
     served: Vec<Served>,
+    /// Served by name, in place of those.
+    named: Vec<(String, Served)>,
 }
 
 impl AdapterSet {
@@ -148,7 +150,11 @@ impl AdapterSet {
             .into_iter()
             .map(|(source, weight)| source.read(weight))
             .collect::<Result<_, _>>()?;
-        Ok(Self { mode, served })
+        Ok(Self {
+            mode,
+            served,
+            named: Vec::new(),
+        })
     }
 
     /// How these adapters will be applied.
@@ -162,6 +168,8 @@ impl AdapterSet {
 pub struct PolicyUpdate {
     /// The policy now in force.
     pub version: PolicyVersion,
+    /// SHA-256 of the adapters of every policy that can be sampled under, in order.
+    pub policies: Vec<[u8; 32]>,
     /// How its adapters are applied.
     pub mode: MergeMode,
     /// Matrices that an adapter touches.
@@ -189,6 +197,7 @@ impl From<AdapterReport> for PolicyUpdate {
     fn from(report: AdapterReport) -> Self {
         Self {
             version: report.version,
+            policies: report.policies,
             mode: report.mode,
             adapted_modules: report.adapted_modules,
             changed: report.changed_modules > 0,
@@ -214,6 +223,15 @@ impl PolicyUpdate {
             None
         }
     }
+}
+
+/// A policy that requests choose by name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedPolicy {
+    /// What [`Request::policy`](crate::Request::policy) says.
+    pub name: String,
+    /// The version that completions carry: the number of the change that brought the policy, and the digest of its adapters.
+    pub version: PolicyVersion,
 }
 
 /// From which token on a completion was sampled under a policy.
@@ -274,11 +292,68 @@ impl<R: Runner> Engine<R> {
         self.serve(set.served)
     }
 
-    /// Reads the adapters that came from folders again, and merges all of them from the pristine weights.
+    /// Serves several policies at once over the base weights: each an adapter at run time, chosen by a request's
+    /// [`policy`](crate::Request::policy). Requests that name none are sampled from the base model. They replace all adapters
+    /// in force; [`Engine::load_adapter`] and its kin replace them. A request under way that names a policy goes on under the
+    /// new one of that name.
+    ///
+    /// ```
+    /// use rollout_engine::{DeviceChoice, Engine, Request};
+    ///
+    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/adapters/qv-r8");
+    /// let mut engine = Engine::builder().device(DeviceChoice::Cpu).max_batch_size(2).build()?;
+    /// engine.serve_policies([("student", folder)])?;
+    /// let request = Request::text("Count").max_new_tokens(2);
+    /// let both = engine.generate(&[request.clone().policy("student"), request])?;
+    /// let versions = both.into_iter().map(|c| Ok(c?.policies[0].version)).collect::<Result<Vec<_>, rollout_engine::Error>>()?;
+    /// assert_eq!(versions, [engine.named_policies()[0].version, engine.policy()]);
+    /// # Ok::<(), rollout_engine::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`Engine::load_adapter`]; [`Error::InvalidSetting`] for a name that occurs twice; [`Error::PolicyInUse`] if an
+    /// unfinished request names a policy that would be gone. Panics: none.
+    pub fn serve_policies<'a, N: Into<String>, S: Into<AdapterSource<'a>>>(
+        &mut self,
+        policies: impl IntoIterator<Item = (N, S)>,
+    ) -> Result<PolicyUpdate, Error> {
+        let named = policies
+            .into_iter()
+            .map(|(name, source)| Ok((name.into(), source.into().read(1.0)?)));
+        let named = named.collect::<Result<Vec<_>, Error>>()?;
+        self.serve_named(named)
+    }
+
+    fn serve_named(&mut self, named: Vec<(String, Served)>) -> Result<PolicyUpdate, Error> {
+        let active = named
+            .iter()
+            .map(|(name, s)| (name.clone(), vec![s.active.clone()]));
+        let update = self.change_named_policies(&active.collect::<Vec<_>>())?;
+        self.adapters.served = Vec::new();
+        self.adapters.named = named;
+        Ok(update)
+    }
+
+    /// The policies that are served by name.
+    pub fn named_policies(&self) -> &[NamedPolicy] {
+        self.scheduler().named_policies()
+    }
+
+    /// Reads the adapters that came from folders again, and merges all of them from the pristine weights; policies that are
+    /// served by name are served anew.
     ///
     /// # Errors
     /// As for [`Engine::load_adapter`]. Panics: none.
     pub fn refresh(&mut self) -> Result<PolicyUpdate, Error> {
+        if !self.adapters.named.is_empty() {
+            let read_again = |(name, served): &(String, Served)| match &served.folder {
+                Some(folder) => Ok((name.clone(), AdapterSource::from(folder).read(1.0)?)),
+                None => Ok((name.clone(), served.clone())),
+            };
+            let named = self.adapters.named.iter().map(read_again);
+            let named = named.collect::<Result<Vec<_>, Error>>()?;
+            return self.serve_named(named);
+        }
         let read_again = |served: &Served| match &served.folder {
             Some(folder) => AdapterSource::from(folder).read(served.active.weight),
             None => Ok(served.clone()),
@@ -332,6 +407,7 @@ impl<R: Runner> Engine<R> {
         let active: Vec<_> = served.iter().map(|s| s.active.clone()).collect();
         let update = self.change_policy(&active, self.adapters.mode)?;
         self.adapters.served = served;
+        self.adapters.named.clear();
         if let Some(remark) = update.remark() {
             tracing::warn!(version = %update.version, "{remark}");
         }

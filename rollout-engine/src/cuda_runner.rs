@@ -313,6 +313,9 @@ impl Runner for CudaRunner {
             self.backend
                 .set_token_states(tokens.slot.index(), &tokens.states)?;
         }
+        for of in &step.slot_policies {
+            self.backend.set_slot_policy(of.slot.index(), of.policy)?;
+        }
         let mut sampled = 0;
         // Rows that go through the pass of the prompts.
         let mut together = 0;
@@ -366,6 +369,12 @@ impl Runner for CudaRunner {
 
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
         let update = PolicyUpdate::from(self.backend.set_adapters(active, mode)?);
+        self.adapter_bytes = update.pristine_bytes;
+        Ok(update)
+    }
+
+    fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<PolicyUpdate, Error> {
+        let update = PolicyUpdate::from(self.backend.serve_policies(policies)?);
         self.adapter_bytes = update.pristine_bytes;
         Ok(update)
     }

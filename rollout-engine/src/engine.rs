@@ -94,7 +94,9 @@ impl<R: Runner> Engine<R> {
     /// The prompt cannot be tokenized, or the request could never be completed: see [`Scheduler::submit`].
     pub fn submit(&mut self, request: &Request) -> Result<RequestId, Error> {
         let prompt = self.encode(&request.prompt)?;
-        self.scheduler.submit_group(prompt, &request.sampling, request.n)
+        let policy = request.policy.as_deref();
+        self.scheduler
+            .submit_under(prompt, &request.sampling, request.n, policy)
     }
 
     /// Accepts a prompt that has been tokenized already.
@@ -144,10 +146,25 @@ impl<R: Runner> Engine<R> {
     ) -> Result<PolicyUpdate, Error> {
         let mut events = Vec::new();
         let update = self.scheduler.set_adapters(active, mode, &mut events);
+        self.keep(events);
+        update
+    }
+
+    /// The same for policies that are served by name.
+    pub(crate) fn change_named_policies(
+        &mut self,
+        policies: &[(String, Vec<ActiveAdapter>)],
+    ) -> Result<PolicyUpdate, Error> {
+        let mut events = Vec::new();
+        let update = self.scheduler.serve_policies(policies, &mut events);
+        self.keep(events);
+        update
+    }
+
+    fn keep(&mut self, events: Vec<Event<TokenCompletion>>) {
         let text = self.text.as_deref();
         self.backlog
             .extend(events.into_iter().map(|event| with_text(event, text)));
-        update
     }
 
     /// Whether any request waits or runs, or has results that no [`Engine::step`] has given yet.

@@ -172,6 +172,27 @@ pub enum Error {
         mode: qwen3_model::MergeMode,
     },
 
+    /// A request names a policy that is not served.
+    #[error("there is no policy {name:?}; {}", served(.known))]
+    UnknownPolicy {
+        /// As named by the request.
+        name: String,
+        /// The policies that are served by name.
+        known: Vec<String>,
+    },
+
+    /// The policies were to change while an unfinished request names one that would be gone. The previous policies are in
+    /// force.
+    #[error(
+        "the policy {name:?} is used by {request}: wait for it, cancel it, or serve a policy of that name"
+    )]
+    PolicyInUse {
+        /// The policy.
+        name: String,
+        /// The oldest unfinished request that names it.
+        request: crate::completion::RequestId,
+    },
+
     /// The page table refused an operation.
     #[error("page table: {0}")]
     Pages(#[from] paged_kv::Error),
@@ -197,6 +218,13 @@ pub enum Error {
         /// Pages that no sequence owns.
         free_pages: usize,
     },
+}
+
+fn served(names: &[String]) -> String {
+    match names {
+        [] => "no policies are served by name: Engine::serve_policies does so".into(),
+        names => format!("served are {}", names.join(", ")),
+    }
 }
 
 impl Error {

@@ -49,6 +49,10 @@ pub struct FakeRunner {
     /// Whether changes of policy fail.
     fail_policy: bool,
     policy: PolicyVersion,
+    /// How many policies are served by name.
+    n_policies: usize,
+    /// Which of them the sequence in each slot is computed under.
+    slot_policies: Vec<Option<usize>>,
     /// Decode rows and prefill chunks of every step, for tests that look at batches.
     history: Vec<(usize, usize)>,
 }
@@ -65,6 +69,8 @@ impl FakeRunner {
             fail_after: None,
             fail_policy: false,
             policy: base_policy(),
+            n_policies: 0,
+            slot_policies: vec![None; shape.max_batch_size.saturating_add(1)],
             history: Vec::new(),
         }
     }
@@ -224,6 +230,18 @@ impl FakeRunner {
         Ok(())
     }
 
+    /// Keys and values depend on the policy that computed them.
+    fn salt(&self, slot: Slot) -> u64 {
+        let named = self.slot_policies[slot.index()].map_or(0, Self::named);
+        salt(self.policy.number + named)
+    }
+
+    /// What [`FakeRunner::expected_under`] takes for the policy that is served by name as number `policy`, beyond the number
+    /// of the version.
+    pub fn named(policy: usize) -> u64 {
+        1000 * (policy as u64 + 1)
+    }
+
     fn physical(&self, rows: &[i32], slot: Slot, position: usize) -> Result<usize, Error> {
         let width = rows.len() / (self.shape.max_batch_size + 1);
         let page = rows[slot.index() * width + position / self.shape.page_size];
@@ -300,18 +318,22 @@ impl Runner for FakeRunner {
             let (src, dst) = (copy.src.index() * page_size, copy.dst.index() * page_size);
             self.cells.copy_within(src..src + copy.tokens, dst);
         }
-        // Keys and values depend on the policy that computed them.
-        let salt = salt(self.policy.number);
+        for of in &step.slot_policies {
+            if of.policy.is_some_and(|policy| policy >= self.n_policies) {
+                return Err(self.error(format!("policy {:?} of {}", of.policy, self.n_policies)));
+            }
+            self.slot_policies[of.slot.index()] = of.policy;
+        }
         let mut tokens = step.token_ids.iter();
         for chunk in &step.prefill {
             for (position, &token) in (chunk.start..chunk.start + chunk.len).zip(&mut tokens) {
                 let at = self.physical(&rows, chunk.slot, position)?;
-                self.cells[at] = cell(token, position) ^ salt;
+                self.cells[at] = cell(token, position) ^ self.salt(chunk.slot);
             }
         }
         for row in &step.decode {
             let at = self.physical(&rows, row.slot, row.position)?;
-            self.cells[at] = cell(self.last_tokens[row.slot.index()], row.position) ^ salt;
+            self.cells[at] = cell(self.last_tokens[row.slot.index()], row.position) ^ self.salt(row.slot);
         }
         let mut sampled = Vec::with_capacity(step.sampled_rows());
         for chunk in &step.prefill {
@@ -334,29 +356,52 @@ impl Runner for FakeRunner {
     }
 
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
+        self.change(&[active], mode)
+    }
+
+    fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<PolicyUpdate, Error> {
+        let update = self.change(policies, MergeMode::Unmerged)?;
+        self.n_policies = policies.len();
+        Ok(update)
+    }
+}
+
+impl FakeRunner {
+    fn change(&mut self, policies: &[&[ActiveAdapter]], mode: MergeMode) -> Result<PolicyUpdate, Error> {
         if !self.submitted.is_empty() {
             return Err(self.error("the policy was changed while steps were under way".into()));
         }
         if self.fail_policy {
             return Err(self.error("told to fail".into()));
         }
-        let mut sha = Sha256::new();
-        active.iter().for_each(|a| sha.update(a.adapter.digest()));
-        let sha256 = match active {
-            [] => base_policy().sha256,
-            _ => sha.finalize().into(),
+        let digest = |active: &&[ActiveAdapter]| -> [u8; 32] {
+            let mut sha = Sha256::new();
+            active.iter().for_each(|a| sha.update(a.adapter.digest()));
+            match active {
+                [] => base_policy().sha256,
+                _ => sha.finalize().into(),
+            }
+        };
+        let digests: Vec<_> = policies.iter().map(digest).collect();
+        let sha256 = match digests[..] {
+            [one] => one,
+            _ => Sha256::digest(digests.concat()).into(),
         };
         let changed = sha256 != self.policy.sha256;
         self.policy = PolicyVersion {
             number: self.policy.number + 1,
             sha256,
         };
+        self.n_policies = 0;
+        self.slot_policies.fill(None);
+        let adapted_modules = policies.iter().map(|active| active.len()).sum();
         Ok(PolicyUpdate {
             version: self.policy,
+            policies: digests,
             mode,
-            adapted_modules: active.len(),
+            adapted_modules,
             changed,
-            differs_from_base: !active.is_empty(),
+            differs_from_base: adapted_modules > 0,
             pristine_bytes: 0,
             merged_bytes: 0,
             merge_elapsed: Duration::ZERO,

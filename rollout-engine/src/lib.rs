@@ -27,7 +27,7 @@ pub mod serve;
 mod statistics;
 pub mod text;
 
-pub use adapters::{AdapterSource, PolicySpan, PolicyUpdate};
+pub use adapters::{AdapterSource, NamedPolicy, PolicySpan, PolicyUpdate};
 pub use builder::{BuiltEngine, EngineBuilder};
 pub use completion::{Completion, Event, FinishReason, RequestId, StopReason, TokenCompletion};
 #[cfg(feature = "cuda")]

@@ -133,6 +133,10 @@ impl<B: Backend> Runner for ModelRunner<B> {
         step.slot_tokens
             .iter()
             .for_each(|tokens| self.sampler.set(tokens));
+        for of in &step.slot_policies {
+            let backend = self.model.backend_mut();
+            backend.set_slot_policy(of.slot.index(), of.policy)?;
+        }
         if !step.copies.is_empty() {
             self.model.copy_pages(&step.copies)?;
         }
@@ -166,6 +170,12 @@ impl<B: Backend> Runner for ModelRunner<B> {
 
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
         let update = PolicyUpdate::from(self.model.set_adapters(active, mode)?);
+        self.memory.adapter_bytes = update.merged_bytes;
+        Ok(update)
+    }
+
+    fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<PolicyUpdate, Error> {
+        let update = PolicyUpdate::from(self.model.backend_mut().serve_policies(policies)?);
         self.memory.adapter_bytes = update.merged_bytes;
         Ok(update)
     }

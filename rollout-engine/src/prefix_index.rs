@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Invariants:
-//! * Everything in the tree was computed under one policy. [`PrefixIndex::clear`] comes before a change of it, and a look-up
-//!   under another policy finds nothing.
+//! * There is a tree for every policy in force, and everything in it was computed under that one. [`PrefixIndex::clear`] comes
+//!   before a change of policies, and a look-up under another policy finds nothing.
 //! * The index retains each of its pages once in the page table. A page that only the index holds can be evicted.
 //! * An entry is used no earlier than its descendants, so evicting by least recent use takes leaves before their parents.
 
@@ -30,11 +30,19 @@ struct EntryId(u64);
 
 type Children = HashMap<Arc<[u32]>, EntryId>;
 
+/// What an entry continues.
+#[derive(Clone, Copy, Debug)]
+enum Parent {
+    /// Nothing: it is the first page of sequences under this policy.
+    Root(PolicyVersion),
+    Entry(EntryId),
+}
+
 #[derive(Debug)]
 struct Entry {
     page: PageId,
     tokens: Arc<[u32]>,
-    parent: Option<EntryId>,
+    parent: Parent,
     children: Children,
     /// Number of the page within its sequence.
     depth: usize,
@@ -54,8 +62,8 @@ type Rank = (u64, Reverse<usize>, EntryId);
 #[derive(Debug)]
 pub(crate) struct PrefixIndex {
     page_size: usize,
-    policy: PolicyVersion,
-    roots: Children,
+    /// Of the policies in force.
+    roots: HashMap<PolicyVersion, Children>,
     entries: HashMap<EntryId, Entry>,
     by_use: BTreeSet<Rank>,
     clock: u64,
@@ -63,12 +71,11 @@ pub(crate) struct PrefixIndex {
 }
 
 impl PrefixIndex {
-    /// An empty index over pages of `page_size` tokens.
-    pub(crate) fn new(page_size: usize, policy: PolicyVersion) -> Self {
+    /// An empty index over pages of `page_size` tokens, for these policies.
+    pub(crate) fn new(page_size: usize, policies: impl IntoIterator<Item = PolicyVersion>) -> Self {
         Self {
             page_size,
-            policy,
-            roots: Children::new(),
+            roots: empty_roots(policies),
             entries: HashMap::new(),
             by_use: BTreeSet::new(),
             clock: 0,
@@ -88,18 +95,15 @@ impl PrefixIndex {
         tokens: &[u32],
         max_pages: usize,
     ) -> Vec<PageId> {
-        if policy != self.policy {
-            return Vec::new();
-        }
         self.clock += 1;
         let mut pages = Vec::new();
-        let mut parent = None;
+        let mut parent = Parent::Root(policy);
         for page_tokens in tokens.chunks_exact(self.page_size).take(max_pages) {
             let Some(id) = self.child(parent, page_tokens) else {
                 break;
             };
             pages.extend(self.touch(id));
-            parent = Some(id);
+            parent = Parent::Entry(id);
         }
         pages
     }
@@ -113,11 +117,11 @@ impl PrefixIndex {
         pages: &[PageId],
         table: &mut PageTable,
     ) -> Result<(), Error> {
-        if policy != self.policy {
+        if !self.roots.contains_key(&policy) {
             return Ok(());
         }
         self.clock += 1;
-        let mut parent = None;
+        let mut parent = Parent::Root(policy);
         for (depth, (page_tokens, &page)) in tokens.chunks_exact(self.page_size).zip(pages).enumerate() {
             let id = match self.child(parent, page_tokens) {
                 Some(id) => {
@@ -129,7 +133,7 @@ impl PrefixIndex {
                     self.add(parent, page_tokens, page, depth)
                 }
             };
-            parent = Some(id);
+            parent = Parent::Entry(id);
         }
         Ok(())
     }
@@ -162,10 +166,13 @@ impl PrefixIndex {
         Ok(freed)
     }
 
-    /// Forgets everything; from now on the index is for `policy`.
-    pub(crate) fn clear(&mut self, policy: PolicyVersion, table: &mut PageTable) -> Result<(), Error> {
-        self.policy = policy;
-        self.roots.clear();
+    /// Forgets everything; from now on the index is for these policies.
+    pub(crate) fn clear(
+        &mut self,
+        policies: impl IntoIterator<Item = PolicyVersion>,
+        table: &mut PageTable,
+    ) -> Result<(), Error> {
+        self.roots = empty_roots(policies);
         self.by_use.clear();
         for (_, entry) in std::mem::take(&mut self.entries) {
             table.release(entry.page)?;
@@ -173,18 +180,18 @@ impl PrefixIndex {
         Ok(())
     }
 
-    fn child(&self, parent: Option<EntryId>, tokens: &[u32]) -> Option<EntryId> {
+    fn child(&self, parent: Parent, tokens: &[u32]) -> Option<EntryId> {
         let children = match parent {
-            None => &self.roots,
-            Some(parent) => &self.entries.get(&parent)?.children,
+            Parent::Root(policy) => self.roots.get(&policy)?,
+            Parent::Entry(parent) => &self.entries.get(&parent)?.children,
         };
         children.get(tokens).copied()
     }
 
-    fn children_mut(&mut self, parent: Option<EntryId>) -> Option<&mut Children> {
+    fn children_mut(&mut self, parent: Parent) -> Option<&mut Children> {
         match parent {
-            None => Some(&mut self.roots),
-            Some(parent) => self.entries.get_mut(&parent).map(|entry| &mut entry.children),
+            Parent::Root(policy) => self.roots.get_mut(&policy),
+            Parent::Entry(parent) => self.entries.get_mut(&parent).map(|entry| &mut entry.children),
         }
     }
 
@@ -196,7 +203,7 @@ impl PrefixIndex {
         Some(entry.page)
     }
 
-    fn add(&mut self, parent: Option<EntryId>, tokens: &[u32], page: PageId, depth: usize) -> EntryId {
+    fn add(&mut self, parent: Parent, tokens: &[u32], page: PageId, depth: usize) -> EntryId {
         let id = EntryId(self.next_id);
         self.next_id += 1;
         let tokens: Arc<[u32]> = tokens.into();
@@ -226,6 +233,11 @@ impl PrefixIndex {
     }
 }
 
+fn empty_roots(policies: impl IntoIterator<Item = PolicyVersion>) -> HashMap<PolicyVersion, Children> {
+    let policies = policies.into_iter();
+    policies.map(|policy| (policy, Children::new())).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use paged_kv::PageTableConfig;
@@ -247,7 +259,7 @@ mod tests {
     }
 
     fn index() -> PrefixIndex {
-        PrefixIndex::new(PAGE, base_policy())
+        PrefixIndex::new(PAGE, [base_policy()])
     }
 
     /// Computes `tokens` in a slot after what the index has of them, enters them, and gives the slot's pages.
@@ -290,7 +302,7 @@ mod tests {
             .insert(newer, &[9, 9], &a, &mut table)
             .expect("does nothing");
         assert_eq!(index.len(), 4);
-        index.clear(newer, &mut table).expect("clears");
+        index.clear([newer], &mut table).expect("clears");
         assert_eq!((index.len(), table.free_pages()), (0, 19));
         assert_eq!(index.matching(newer, &[1, 2, 3, 4], 9), []);
     }
@@ -337,7 +349,7 @@ mod tests {
                 table.check_integrity().expect("is sound");
                 prop_assert_eq!(table.free_pages() + index.len(), 8);
             }
-            index.clear(base_policy(), &mut table).expect("clears");
+            index.clear([base_policy()], &mut table).expect("clears");
             prop_assert_eq!(table.free_pages(), 8);
         }
     }

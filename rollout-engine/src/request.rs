@@ -21,6 +21,9 @@ pub struct Request {
     pub prompt: Prompt,
     /// How to continue it.
     pub sampling: SamplingParams,
+    /// Name of the policy to sample from, of those that [`Engine::serve_policies`](crate::Engine::serve_policies) serves.
+    /// Default: none, the policy in force for requests without a name.
+    pub policy: Option<String>,
     /// Completions of the prompt, at least 1. Default: 1. More than one share the prompt's pages and are numbered from 0.
     pub n: usize,
 }
@@ -91,8 +94,16 @@ impl Request {
         Self {
             prompt,
             sampling: SamplingParams::default(),
+            policy: None,
             n: 1,
         }
+    }
+
+    /// Names the policy to sample from.
+    #[must_use]
+    pub fn policy(mut self, name: impl Into<String>) -> Self {
+        self.policy = Some(name.into());
+        self
     }
 
     /// Sets the number of completions. More than one come from [`Engine::generate_groups`](crate::Engine::generate_groups).

@@ -49,6 +49,15 @@ pub struct SlotTokens {
     pub states: Vec<(u32, TokenState)>,
 }
 
+/// The policy of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotPolicy {
+    /// The sequence's slot.
+    pub slot: Slot,
+    /// Which of the policies given to [`Runner::serve_policies`]; `None` for the base model.
+    pub policy: Option<usize>,
+}
+
 /// Some or all of the uncomputed tokens of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PrefillChunk {
@@ -81,6 +90,9 @@ pub struct Step {
     /// For sequences that got a slot and whose sampling [uses it](Sampling::uses_token_states): the tokens known so far.
     /// From then on the runner counts the tokens that it samples for the slot.
     pub slot_tokens: Vec<SlotTokens>,
+    /// For sequences that got a slot while policies are served by name: which of these they are computed under, until the
+    /// slot is given to another.
+    pub slot_policies: Vec<SlotPolicy>,
     /// The tokens of all prefill chunks, one chunk after the other.
     pub token_ids: Vec<u32>,
     /// Prompt work.
@@ -183,6 +195,19 @@ pub trait Runner {
         })
     }
 
+    /// Serves `policies` side by side, each a set of adapters at run time, in place of all adapters before. Steps say which
+    /// policy each sequence is computed under: see [`Step::slot_policies`]. Called only while no step is uncollected.
+    ///
+    /// # Errors
+    /// As for [`Runner::set_adapters`]; the default is that nothing of the kind can be done.
+    fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<PolicyUpdate, Error> {
+        let _ = policies;
+        Err(Error::AdaptersUnsupported {
+            device: self.device(),
+            mode: MergeMode::Unmerged,
+        })
+    }
+
     /// SHA-256 over all parameters of the base model, sorted by name, each as its name's bytes and then its raw
     /// bytes.
     ///
@@ -239,6 +264,10 @@ impl<R: Runner + ?Sized> Runner for Box<R> {
 
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
         (**self).set_adapters(active, mode)
+    }
+
+    fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<PolicyUpdate, Error> {
+        (**self).serve_policies(policies)
     }
 
     fn base_sha256(&mut self) -> Result<[u8; 32], Error> {

@@ -24,6 +24,7 @@
 
 mod group;
 mod plan;
+mod policies;
 mod sequence;
 mod sharing;
 
@@ -31,14 +32,13 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use group::{Group, siblings};
-use lora_merge::{ActiveAdapter, PolicyVersion};
+use lora_merge::PolicyVersion;
 use paged_kv::{PageCopy, PageTable, PageTableConfig, Slot};
-use qwen3_model::MergeMode;
 use qwen3_model::sampling::Philox;
 use sequence::{Sequence, SequenceId};
 
 use crate::Error;
-use crate::adapters::PolicyUpdate;
+use crate::adapters::NamedPolicy;
 use crate::completion::{Event, RequestId, TokenCompletion};
 use crate::prefix_index::PrefixIndex;
 use crate::request::SamplingParams;
@@ -73,7 +73,10 @@ pub struct Scheduler<R> {
     copies: Vec<(Slot, PageCopy)>,
     mixed_limit: MixedLimit,
     next_id: u64,
+    /// Of requests without a name of a policy.
     policy: PolicyVersion,
+    /// Served by name, in the runner's order.
+    named: Vec<NamedPolicy>,
     statistics: Statistics,
 }
 
@@ -127,6 +130,7 @@ impl<R: Runner> Scheduler<R> {
             in_flight: VecDeque::new(),
             copies: Vec::new(),
             next_id: 0,
+            named: Vec::new(),
             statistics: Statistics::default(),
         })
     }
@@ -188,6 +192,21 @@ impl<R: Runner> Scheduler<R> {
         sampling: &SamplingParams,
         n: usize,
     ) -> Result<RequestId, Error> {
+        self.submit_under(prompt, sampling, n, None)
+    }
+
+    /// As [`Scheduler::submit_group`], sampled from the policy of this name, of those of [`Scheduler::serve_policies`].
+    ///
+    /// # Errors
+    /// As for [`Scheduler::submit_group`], and [`Error::UnknownPolicy`].
+    pub fn submit_under(
+        &mut self,
+        prompt: Vec<u32>,
+        sampling: &SamplingParams,
+        n: usize,
+        policy: Option<&str>,
+    ) -> Result<RequestId, Error> {
+        let policy = policy.map(|name| self.find_policy(name)).transpose()?;
         self.check(&prompt, sampling)?;
         if !(1..=MAX_GROUP).contains(&n) {
             return Err(Error::InvalidParameter {
@@ -219,7 +238,9 @@ impl<R: Runner> Scheduler<R> {
                     sampling.include_stop_str_in_output,
                 )),
             };
-            let sequence = Sequence::new(prompt.clone(), max_tokens, row, stop_token_ids.clone(), stop_text);
+            let mut sequence =
+                Sequence::new(prompt.clone(), max_tokens, row, stop_token_ids.clone(), stop_text);
+            sequence.policy = policy;
             self.waiting.insert(SequenceId { request: id, index }, sequence);
         }
         Ok(id)
@@ -314,53 +335,6 @@ impl<R: Runner> Scheduler<R> {
         Ok(true)
     }
 
-    /// Changes the policy between two steps. Waits for the steps under way first, which were sampled under the policy
-    /// so far; what they bring about is appended to `events`. Every sequence with a slot then gives its pages back and
-    /// is computed anew, as after a preemption: nothing computed under one policy is used under another.
-    ///
-    /// # Errors
-    /// Those of [`Runner::set_adapters`]: the previous policy is in force and requests go on under it. An error of a
-    /// step under way, as from [`Scheduler::step`], gives up all unfinished requests; the policy has not changed.
-    pub fn set_adapters(
-        &mut self,
-        active: &[ActiveAdapter],
-        mode: MergeMode,
-        events: &mut Vec<Event<TokenCompletion>>,
-    ) -> Result<PolicyUpdate, Error> {
-        loop {
-            match self.collect_step(events) {
-                Ok(true) => {}
-                Ok(false) => break,
-                Err(error) => {
-                    self.abort_all();
-                    return Err(error);
-                }
-            }
-        }
-        let _span = tracing::info_span!("refresh", adapters = active.len()).entered();
-        let mut update = self.runner.set_adapters(active, mode)?;
-        self.policy = update.version;
-        self.statistics.policy_changes += 1;
-        self.forget_shared()?;
-        update.continued_requests = self.waiting.values().filter(|s| s.has_new_tokens()).count();
-        let running: Vec<_> = self.running.keys().copied().collect();
-        for id in running {
-            update.continued_requests += 1;
-            // The page table knows every slot of a running sequence: release does not fail.
-            if let Some(mut sequence) = self.release(id)? {
-                sequence.restart();
-                self.waiting.insert(id, sequence);
-            }
-        }
-        tracing::debug!(version = %update.version, continued = update.continued_requests, "policy changed");
-        Ok(update)
-    }
-
-    /// The policy in force.
-    pub fn policy(&self) -> PolicyVersion {
-        self.policy
-    }
-
     /// Appends one sampled token to its sequence, and ends the sequence if that was its last.
     fn take_token(
         &mut self,
@@ -379,7 +353,11 @@ impl<R: Runner> Scheduler<R> {
             self.release(id)?;
             return self.finish(id, Err(Error::NonFiniteLogits { new_token }), events);
         }
-        let pushed = sequence.push(token.clone(), self.policy);
+        let version = match sequence.policy.and_then(|policy| self.named.get(policy)) {
+            Some(named) => named.version,
+            None => self.policy,
+        };
+        let pushed = sequence.push(token.clone(), version);
         self.statistics.new_tokens += 1;
         events.push(Event::Token {
             request,

@@ -11,10 +11,13 @@ use std::path::Path;
 use std::time::Instant;
 
 use half::bf16;
-use lora_merge::{ActiveAdapter, DriftSubject, MergedStore, PolicyVersion, PristineSource, RefreshStep};
+use lora_merge::{
+    ActiveAdapter, DriftSubject, MergedStore, ModuleUpdate, PolicyVersion, PristineSource, RefreshStep,
+    Resolved,
+};
 use paged_kv::{KvCache, KvDtype, KvLayout, PageCopy};
 
-use crate::adapters::{has_effect, module_index};
+use crate::adapters::{digest_of_policies, has_effect, module_index};
 use crate::digest::{Parameter, Values, digest};
 use crate::{
     AdapterReport, Backend, Error, FusedMatrix, MergeMode, Model, Norm, PristineWeights, Qwen3Config, Result,
@@ -23,7 +26,7 @@ use crate::{
 use attention::Attention;
 use elementwise::{add, for_rows, norm_rope, rms_norm, silu_mul, widen};
 use matmul::{Matrix, SplitRows, matmul};
-use runtime_update::{Columns, RuntimeUpdate};
+use runtime_update::{Columns, RuntimePolicies};
 
 /// How a model is set up on the CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,8 +63,8 @@ pub struct CpuBackend {
     config: Qwen3Config,
     /// Pristine weights, and merged ones where adapters have targeted them.
     store: MergedStore<PristineWeights>,
-    /// Adapters that are not merged, per module.
-    runtime: Vec<Option<RuntimeUpdate>>,
+    /// Adapters that are not merged.
+    runtime: RuntimePolicies,
     version: PolicyVersion,
     rope: RopeFrequencies,
     cache: KvCache,
@@ -129,11 +132,10 @@ impl CpuBackend {
         })?;
         let rope = config.rope.frequencies(config.head_dim);
         let specs = modules(&config);
-        let runtime = specs.iter().map(|_| None).collect();
         let store = MergedStore::new(specs, PristineWeights::new(weights))?;
         Ok(Self {
             config,
-            runtime,
+            runtime: RuntimePolicies::default(),
             version: store.version(),
             store,
             rope,
@@ -263,6 +265,9 @@ impl Backend for CpuBackend {
         replace(&mut step.token_ids, plan.token_ids());
         replace(&mut step.physical, plan.physical());
         replace(&mut step.logit_rows, plan.logit_rows());
+        let chunks = plan.chunks().iter();
+        self.runtime
+            .prepare(chunks.map(|chunk| (chunk.slot.index(), chunk.len)));
         step.cos.resize(tokens * half, 0.0);
         step.sin.resize(tokens * half, 0.0);
         let angles = step
@@ -339,14 +344,8 @@ impl Backend for CpuBackend {
         for &projection in matrix.parts() {
             let size = self.config.projection_shape(projection)[0];
             let columns = Columns { stride, first, size };
-            complete(
-                store,
-                runtime,
-                module_index(layer, projection),
-                input,
-                output,
-                columns,
-            );
+            let module = module_index(layer, projection);
+            complete(store, runtime, module, input, output, columns, |row| row);
             first += size;
         }
         Ok(())
@@ -424,7 +423,7 @@ impl Backend for CpuBackend {
             rms_norm(to, &residual[place], &self.store.source().weights().norm, eps);
         }
         split.set(normed, hidden);
-        let (module, size) = (self.runtime.len() - 1, self.config.vocab_size);
+        let (module, size) = (self.store.specs().len() - 1, self.config.vocab_size);
         matmul(
             &[served(&self.store, &self.runtime, module)],
             split,
@@ -436,7 +435,17 @@ impl Backend for CpuBackend {
             first: 0,
             size,
         };
-        complete(&self.store, &self.runtime, module, normed, logits, columns);
+        let rows = &self.step.logit_rows;
+        let row_of = |row: usize| rows[row] as usize;
+        complete(
+            &self.store,
+            &self.runtime,
+            module,
+            normed,
+            logits,
+            columns,
+            row_of,
+        );
         Ok(())
     }
 
@@ -459,49 +468,38 @@ impl Backend for CpuBackend {
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<AdapterReport> {
         let start = Instant::now();
         let resolved = self.store.resolve(active)?;
-        let mut runtime: Vec<Option<RuntimeUpdate>> = resolved.updates().iter().map(|_| None).collect();
-        let merged = match mode {
-            MergeMode::Merged => active,
+        match mode {
+            MergeMode::Merged => self.change(active, RuntimePolicies::default(), &[resolved], mode, start),
             MergeMode::Unmerged => {
-                for (module, (slot, update)) in runtime.iter_mut().zip(resolved.updates()).enumerate() {
-                    if let (Some(update), Some(base)) = (update, self.weights().module(module)) {
-                        *slot = Some(RuntimeUpdate::new(update, base)?);
-                    }
-                }
-                &[]
+                let resolved = [resolved];
+                let runtime = RuntimePolicies::new(&resolved, self.weights())?;
+                self.change(&[], runtime, &resolved, mode, start)
             }
-        };
-        let updates = resolved.updates().iter().flatten();
-        let effective = updates.clone().filter(|update| has_effect(update)).count();
-        // The last step that can fail, and it leaves the store as it was if it does.
-        let refresh = self.store.refresh(merged)?;
-        let was_runtime = std::mem::replace(&mut self.runtime, runtime)
-            .iter()
-            .any(Option::is_some);
-        let same_policy = self.version.sha256 == resolved.digest() && was_runtime;
-        self.version = PolicyVersion {
-            number: self.version.number + 1,
-            sha256: resolved.digest(),
-        };
-        Ok(AdapterReport {
-            version: self.version,
-            mode,
-            adapted_modules: updates.count(),
-            warnings: resolved.warnings().to_vec(),
-            changed_modules: match mode {
-                MergeMode::Merged => refresh.changed_modules,
-                MergeMode::Unmerged if same_policy => 0,
-                MergeMode::Unmerged => effective.max(refresh.changed_modules),
-            },
-            differs_from_base: match mode {
-                MergeMode::Merged => refresh.differs_from_base,
-                MergeMode::Unmerged => effective > 0,
-            },
-            recomputed: refresh.recomputed,
-            memory: self.store.memory(),
-            merge_elapsed: refresh.elapsed,
-            elapsed: start.elapsed(),
-        })
+        }
+    }
+
+    fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<AdapterReport> {
+        let start = Instant::now();
+        let resolved = policies.iter().map(|active| self.store.resolve(active));
+        let resolved = resolved.collect::<Result<Vec<_>, _>>()?;
+        for resolved in &resolved {
+            let whole =
+                |update: &Option<ModuleUpdate>| update.as_ref().is_some_and(|u| u.replacement().is_some());
+            if let Some(module) = resolved.updates().iter().position(whole) {
+                return Err(lora_merge::Error::Module {
+                    module: self.store.specs()[module].name.clone(),
+                    field: "modules_to_save",
+                    reason: "a whole module cannot be replaced for one of several policies; merge the adapter",
+                }
+                .into());
+            }
+        }
+        let runtime = RuntimePolicies::new(&resolved, self.weights())?;
+        self.change(&[], runtime, &resolved, MergeMode::Unmerged, start)
+    }
+
+    fn set_slot_policy(&mut self, slot: usize, policy: Option<usize>) -> Result<()> {
+        self.runtime.set_slot(slot, policy)
     }
 
     fn policy(&self) -> PolicyVersion {
@@ -534,6 +532,49 @@ impl Backend for CpuBackend {
 }
 
 impl CpuBackend {
+    /// Makes `merged` and `runtime` the adapters in force, which are those of `resolved`.
+    fn change(
+        &mut self,
+        merged: &[ActiveAdapter],
+        runtime: RuntimePolicies,
+        resolved: &[Resolved],
+        mode: MergeMode,
+        start: Instant,
+    ) -> Result<AdapterReport> {
+        let updates = || resolved.iter().flat_map(|one| one.updates().iter().flatten());
+        let effective = updates().filter(|update| has_effect(update)).count();
+        // The last step that can fail, and it leaves the store as it was if it does.
+        let refresh = self.store.refresh(merged)?;
+        let was_runtime = std::mem::replace(&mut self.runtime, runtime).any();
+        let sha256 = digest_of_policies(resolved);
+        let same_policy = self.version.sha256 == sha256 && was_runtime;
+        self.version = PolicyVersion {
+            number: self.version.number + 1,
+            sha256,
+        };
+        let adapted = resolved.iter().map(|one| one.updates().iter().flatten().count());
+        Ok(AdapterReport {
+            version: self.version,
+            mode,
+            adapted_modules: adapted.max().unwrap_or(0),
+            warnings: resolved.iter().flat_map(|one| one.warnings().to_vec()).collect(),
+            changed_modules: match mode {
+                MergeMode::Merged => refresh.changed_modules,
+                MergeMode::Unmerged if same_policy => 0,
+                MergeMode::Unmerged => effective.max(refresh.changed_modules),
+            },
+            differs_from_base: match mode {
+                MergeMode::Merged => refresh.differs_from_base,
+                MergeMode::Unmerged => effective > 0,
+            },
+            recomputed: refresh.recomputed,
+            memory: self.store.memory(),
+            policies: resolved.iter().map(Resolved::digest).collect(),
+            merge_elapsed: refresh.elapsed,
+            elapsed: start.elapsed(),
+        })
+    }
+
     /// A parameter of the base, but for the matrices of modules and their biases.
     fn other_parameter(&self, parameter: Parameter) -> Values<'_> {
         let weights = self.weights();
@@ -564,32 +605,34 @@ impl CpuBackend {
 /// The matrix that a module computes with.
 fn served<'a>(
     store: &'a MergedStore<PristineWeights>,
-    runtime: &'a [Option<RuntimeUpdate>],
+    runtime: &'a RuntimePolicies,
     module: usize,
 ) -> Matrix<'a> {
-    let replacement = runtime[module]
-        .as_ref()
-        .and_then(|update| update.replacement.as_deref());
     let base = store.source().weights().module(module);
-    match (replacement, base.and_then(|matrix| matrix.quantized())) {
+    match (
+        runtime.replacement(module),
+        base.and_then(|matrix| matrix.quantized()),
+    ) {
         (Some(replacement), _) => Matrix::Bf16(replacement),
         (None, Some(quantized)) => Matrix::FourBit(quantized),
         (None, None) => Matrix::Bf16(store.weight(module).unwrap_or_default()),
     }
 }
 
-/// Adds to a module's product what its matrix does not hold: biases, and adapters at run time.
+/// Adds to a module's product what its matrix does not hold: biases, and adapters at run time. Row `i` of the output is row
+/// `row_of(i)` of the step.
 fn complete(
     store: &MergedStore<PristineWeights>,
-    runtime: &[Option<RuntimeUpdate>],
+    runtime: &RuntimePolicies,
     module: usize,
     input: &[f32],
     output: &mut [f32],
     columns: Columns,
+    row_of: impl Fn(usize) -> usize + Sync + Send,
 ) {
-    if let Some(update) = &runtime[module] {
-        update.apply(input, output, columns);
-    } else if let Some(bias) = store.bias(module) {
+    if !runtime.apply(module, input, output, columns, row_of)
+        && let Some(bias) = store.bias(module)
+    {
         let Columns { stride, first, size } = columns;
         for_rows(output, stride, |_, row| add(&mut row[first..first + size], bias));
     }

@@ -1,10 +1,12 @@
 //! Adapters that are not merged: `y = gain ⊙ (W₀·x) + B·(A·x) + bias`, in f32.
 
+use std::collections::BTreeMap;
+
 use half::bf16;
-use lora_merge::{ModuleUpdate, UnmergedUpdate};
+use lora_merge::{ModuleUpdate, Resolved, UnmergedUpdate};
 
 use super::elementwise::{add, for_rows, multiply, multiply_add};
-use crate::{Result, WeightMatrix};
+use crate::{Error, Result, WeightMatrix, Weights};
 
 /// Where a module's outputs lie in rows of a fused product.
 #[derive(Clone, Copy)]
@@ -37,25 +39,112 @@ impl RuntimeUpdate {
         })
     }
 
-    /// Completes the module's columns of `out` `[tokens, stride]`, which hold the base product. `x`
-    /// is `[tokens, in]`.
-    pub(super) fn apply(&self, x: &[f32], out: &mut [f32], columns: Columns) {
+    /// Completes the module's columns `out` of one row, which hold the base product of the input `x`.
+    fn apply(&self, x: &[f32], out: &mut [f32]) {
         let UnmergedUpdate { rank, a, b, gain, .. } = &self.low_rank;
+        if let Some(gain) = gain {
+            multiply(out, gain);
+        }
+        if *rank > 0 {
+            let mut inner = vec![0.0; *rank];
+            multiply_add(&mut inner, a, x);
+            multiply_add(out, b, &inner);
+        }
+        if let Some(bias) = &self.bias {
+            add(out, bias);
+        }
+    }
+}
+
+/// The policies whose adapters are not merged, and which of them each sequence and each row of a step is computed under.
+#[derive(Default)]
+pub(super) struct RuntimePolicies {
+    /// Per policy what each module does; empty while adapters are merged.
+    updates: Vec<Vec<Option<RuntimeUpdate>>>,
+    /// Slots that are not under policy 0.
+    slots: BTreeMap<usize, Option<usize>>,
+    /// `[tokens]` of the step at hand.
+    rows: Vec<Option<usize>>,
+}
+
+impl RuntimePolicies {
+    /// All slots are under the first policy.
+    pub(super) fn new(resolved: &[Resolved], weights: &Weights) -> Result<Self> {
+        let mut updates = Vec::with_capacity(resolved.len());
+        for resolved in resolved {
+            let of_module = resolved.updates().iter().enumerate().map(|(module, update)| {
+                match (update, weights.module(module)) {
+                    (Some(update), Some(base)) => RuntimeUpdate::new(update, base).map(Some),
+                    _ => Ok(None),
+                }
+            });
+            updates.push(of_module.collect::<Result<Vec<_>>>()?);
+        }
+        Ok(Self {
+            updates,
+            ..Self::default()
+        })
+    }
+
+    /// Whether any policy has adapters.
+    pub(super) fn any(&self) -> bool {
+        self.updates.iter().flatten().any(Option::is_some)
+    }
+
+    pub(super) fn set_slot(&mut self, slot: usize, policy: Option<usize>) -> Result<()> {
+        match policy {
+            Some(policy) if policy >= self.updates.len() => {
+                return Err(Error::Option {
+                    option: "policy",
+                    problem: format!("is {policy} of {}", self.updates.len()),
+                });
+            }
+            Some(0) => self.slots.remove(&slot),
+            policy => self.slots.insert(slot, policy),
+        };
+        Ok(())
+    }
+
+    /// Takes over the slots of a step's rows: `(slot, rows)` in their order.
+    pub(super) fn prepare(&mut self, chunks: impl Iterator<Item = (usize, usize)>) {
+        self.rows.clear();
+        if self.updates.is_empty() {
+            return;
+        }
+        for (slot, len) in chunks {
+            let policy = self.slots.get(&slot).copied().unwrap_or(Some(0));
+            self.rows.extend(std::iter::repeat_n(policy, len));
+        }
+    }
+
+    /// What takes the place of a module's matrix: only a policy that is alone can replace it.
+    pub(super) fn replacement(&self, module: usize) -> Option<&[bf16]> {
+        let update = self.updates.first()?[module].as_ref()?;
+        update.replacement.as_deref()
+    }
+
+    /// Completes the module's columns of `out` `[rows, stride]`, which hold the base product of `x` `[rows, in]`; row `i`
+    /// is row `row_of(i)` of the step. False if no policy touches the module.
+    pub(super) fn apply(
+        &self,
+        module: usize,
+        x: &[f32],
+        out: &mut [f32],
+        columns: Columns,
+        row_of: impl Fn(usize) -> usize + Sync + Send,
+    ) -> bool {
+        if self.updates.iter().all(|updates| updates[module].is_none()) {
+            return false;
+        }
         let Columns { stride, first, size } = columns;
         let cols = x.len() / (out.len() / stride);
         for_rows(out, stride, |row, out| {
-            let out = &mut out[first..first + size];
-            if let Some(gain) = gain {
-                multiply(out, gain);
-            }
-            if *rank > 0 {
-                let mut inner = vec![0.0; *rank];
-                multiply_add(&mut inner, a, &x[row * cols..][..cols]);
-                multiply_add(out, b, &inner);
-            }
-            if let Some(bias) = &self.bias {
-                add(out, bias);
+            if let Some(policy) = self.rows[row_of(row)]
+                && let Some(update) = &self.updates[policy][module]
+            {
+                update.apply(&x[row * cols..][..cols], &mut out[first..first + size]);
             }
         });
+        true
     }
 }

@@ -466,6 +466,7 @@ impl CudaBackend {
             differs_from_base: self.adapters.differs.values().any(|d| *d),
             recomputed: outcomes.iter().map(|(_, o)| o.recomputed).sum(),
             memory: self.adapter_memory()?,
+            policies: vec![sha256],
             merge_elapsed,
             elapsed: start.elapsed(),
         })

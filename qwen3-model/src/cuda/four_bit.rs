@@ -1,23 +1,50 @@
-//! Products with matrices in 4 bits: few rows by the kernel that decodes in registers, many by a bf16 copy that lives as long
-//! as the product, in one buffer for all matrices.
+//! Products with matrices in 4 bits: decode steps through one persistent kernel per layer, other steps of few rows through a
+//! kernel that decodes in registers, many rows by a bf16 copy that lives as long as the product, in one buffer for all
+//! matrices.
+//!
+//! ```text
+//!   embed, norm ─▶ [QKV 0] ─▶ rope, attention 0 ─▶ [O 0, MLP 0, QKV 1] ─▶ … ─▶ [O, MLP] ─▶ final norm, head
+//! ```
+//!
+//! Brackets are launches of that kernel. With adapters beside the weights, or other matrices among those in 4 bits, each
+//! product is a launch of its own.
 
 use cuda_graphs::{Compiler, DeviceBuffer, DeviceSlice, MatmulDims, Stream};
 use half::bf16;
 
-use super::CudaBackend;
 use super::weights::{DeviceWeights, fused_shape};
-use crate::launch::{FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
+use super::{CudaBackend, Rows};
+use crate::launch::{
+    FOUR_BIT_LAYER_ROWS, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, FourBitLayer, FourBitLayerOp,
+    FourBitStage, LowRankTerm, MAX_STAGES, ProductOutput, StageOutput,
+};
 use crate::{FusedMatrix, Qwen3Config, Result};
 
-/// Most rows for which decoding in registers is faster than a product with a bf16 copy, as measured on an H200.
+/// Most rows for which decoding in registers without the persistent kernel is faster than a product with a bf16 copy, as
+/// measured on an H200.
 const FUSED_ROWS: usize = 16;
 const _: () = assert!(FUSED_ROWS <= FOUR_BIT_ROWS);
 
 #[derive(Debug)]
 pub(super) struct FourBit {
     kernels: FourBitKernels,
+    layers: Option<Layers>,
     /// Room for the largest matrix, `[rows, cols]`.
     dequantized: DeviceBuffer<bf16>,
+}
+
+/// The persistent kernel and its buffers.
+#[derive(Debug)]
+struct Layers {
+    kernel: FourBitLayer,
+    /// Whether every matrix of every layer is in 4 bits, so that a layer is one launch.
+    whole: bool,
+    /// Two sets, for even and odd layers, so that a launch can clear the other's.
+    counters: DeviceBuffer<u32>,
+    /// `[FOUR_BIT_LAYER_ROWS, hidden]`, input of gate+up.
+    normed: DeviceBuffer<bf16>,
+    /// `[2][FOUR_BIT_LAYER_ROWS * blocks]`: after O and after down.
+    squares: [DeviceBuffer<f32>; 2],
 }
 
 impl FourBit {
@@ -28,14 +55,24 @@ impl FourBit {
         config: &Qwen3Config,
         weights: &DeviceWeights,
     ) -> Result<Option<Self>> {
-        let in_four_bits = |m: &FusedMatrix| weights.layers.iter().any(|layer| layer.four_bit(*m).is_some());
-        let matrices = FusedMatrix::ALL.into_iter().filter(in_four_bits);
-        let sizes = matrices.map(|m| fused_shape(config, m).iter().product());
+        let all = || {
+            let of_layer = |layer: usize| {
+                FusedMatrix::ALL.map(|matrix| (matrix, weights.layers[layer].four_bit(matrix)))
+            };
+            (0..weights.layers.len()).flat_map(of_layer)
+        };
+        let sizes =
+            all().filter_map(|(m, four_bit)| four_bit.map(|_| fused_shape(config, m).iter().product()));
         let Some(largest) = sizes.max() else {
             return Ok(None);
         };
+        let maps: Option<Vec<_>> = all()
+            .map(|(_, four_bit)| four_bit.map(FourBitBuffer::map))
+            .collect();
+        let whole = maps.is_some_and(|maps| maps.iter().all(|map| *map == maps[0]));
         Ok(Some(Self {
             kernels: FourBitKernels::load(compiler, stream.device())?,
+            layers: Layers::new(stream, compiler, config, whole)?,
             dequantized: DeviceBuffer::zeroed(stream.device(), largest)?,
         }))
     }
@@ -49,6 +86,44 @@ impl FourBit {
         let out = self.dequantized.slice(..matrix.rows() * matrix.cols())?;
         self.kernels.dequantize(stream, matrix, out)?;
         Ok(out)
+    }
+}
+
+impl Layers {
+    /// `None` where the device is not one for the kernel.
+    fn new(stream: &Stream, compiler: &Compiler, config: &Qwen3Config, whole: bool) -> Result<Option<Self>> {
+        let device = stream.device();
+        let Some(kernel) = FourBitLayer::load(compiler, device)? else {
+            return Ok(None);
+        };
+        let squares = || DeviceBuffer::zeroed(device, FOUR_BIT_LAYER_ROWS * kernel.blocks());
+        Ok(Some(Self {
+            whole,
+            counters: DeviceBuffer::zeroed(device, 2 * MAX_STAGES)?,
+            normed: DeviceBuffer::zeroed(device, FOUR_BIT_LAYER_ROWS * config.hidden_size)?,
+            squares: [squares()?, squares()?],
+            kernel,
+        }))
+    }
+
+    /// One product alone.
+    fn product(
+        &self,
+        stream: &Stream,
+        rows: usize,
+        stage: FourBitStage<'_>,
+        low_rank: Option<&LowRankTerm<'_>>,
+    ) -> Result<()> {
+        let op = FourBitLayerOp {
+            rows,
+            stages: &[stage],
+            low_rank,
+            // A single stage counts nothing.
+            counters: self.counters.slice(..MAX_STAGES)?,
+            clear: self.counters.as_slice(),
+            eps: 0.0,
+        };
+        self.kernel.run(stream, &op)
     }
 }
 
@@ -70,7 +145,7 @@ impl CudaBackend {
         Ok((input.slice(..m * k)?, output))
     }
 
-    /// The product with a matrix in 4 bits; `false` if the matrix is not in 4 bits.
+    /// The product with a matrix in 4 bits, and what adapters beside it add; `false` if the matrix is not in 4 bits.
     pub(super) fn project_four_bit(&self, layer: usize, matrix: FusedMatrix) -> Result<bool> {
         let weight = self.weights.layers[layer].four_bit(matrix);
         let (Some(weight), Some(four_bit)) = (weight, &self.four_bit) else {
@@ -78,9 +153,32 @@ impl CudaBackend {
         };
         let m = self.n_rows();
         let (x, y) = self.operands(matrix)?;
-        if m <= FUSED_ROWS {
-            four_bit.kernels.multiply(&self.stream, m, x, weight, y)?;
-            return Ok(true);
+        match &four_bit.layers {
+            Some(layers) if m <= FOUR_BIT_LAYER_ROWS => {
+                let output = match y {
+                    ProductOutput::Bf16(y) => StageOutput::Bf16(y),
+                    ProductOutput::F32(y) => StageOutput::F32(y),
+                };
+                let stage = FourBitStage {
+                    weight,
+                    input: x,
+                    squares: None,
+                    output,
+                };
+                let term = self.low_rank(layer, matrix)?;
+                let fused = term.as_ref().filter(|_| self.adds_low_rank_only());
+                layers.product(&self.stream, m, stage, fused)?;
+                if let (Some(term), None) = (&term, fused) {
+                    self.add_low_rank(term, y)?;
+                }
+                return Ok(true);
+            }
+            None if m <= FUSED_ROWS => {
+                four_bit.kernels.multiply(&self.stream, m, x, weight, y)?;
+                self.add_unmerged(layer, matrix)?;
+                return Ok(true);
+            }
+            _ => {}
         }
         let w = four_bit.dequantized(&self.stream, weight)?;
         let (n, k) = (weight.rows(), weight.cols());
@@ -89,6 +187,121 @@ impl CudaBackend {
             ProductOutput::Bf16(y) => self.matmul.multiply(dims, x, w, y, None)?,
             ProductOutput::F32(y) => self.matmul.multiply(dims, x, w, y, None)?,
         }
+        self.add_unmerged(layer, matrix)?;
         Ok(true)
+    }
+
+    /// The kernel and the number of rows, if the present rows go through the persistent kernel: few enough, and all weights
+    /// in 4 bits with nothing beside them. The other operations of the layer walk are then part of it.
+    fn four_bit_layers(&self) -> Option<(&Layers, usize)> {
+        let Rows::Decode { bucket: rows } = self.rows else {
+            return None;
+        };
+        let layers = self.four_bit.as_ref()?.layers.as_ref()?;
+        let alone = self.unmerged.is_none() && !self.weights.has_biases();
+        (alone && layers.whole && rows <= FOUR_BIT_LAYER_ROWS).then_some((layers, rows))
+    }
+
+    /// Whether the present rows go through the persistent kernel.
+    pub(super) fn in_four_bit_layers(&self) -> bool {
+        self.four_bit_layers().is_some()
+    }
+
+    /// What the persistent kernel does at a product of the layer walk.
+    pub(super) fn project_in_four_bit_layers(&self, layer: usize, matrix: FusedMatrix) -> Result<()> {
+        match (self.four_bit_layers(), matrix) {
+            (Some((layers, rows)), FusedMatrix::Qkv) if layer == 0 => self.first_four_bit(layers, rows),
+            (Some((layers, rows)), FusedMatrix::O) => self.four_bit_layer(layers, rows, layer),
+            _ => Ok(()),
+        }
+    }
+
+    /// The first layer's QKV, from `normed`.
+    fn first_four_bit(&self, layers: &Layers, rows: usize) -> Result<()> {
+        let (config, w) = (&self.config, &self.workspace);
+        let Some(weight) = self.weights.layers[0].four_bit(FusedMatrix::Qkv) else {
+            return Ok(());
+        };
+        let stage = FourBitStage {
+            weight,
+            input: w.normed.slice(..rows * config.hidden_size)?,
+            squares: None,
+            output: StageOutput::Bf16(w.qkv.slice(..rows * config.qkv_size())?),
+        };
+        layers.product(&self.stream, rows, stage, None)
+    }
+
+    /// From attention's output in `layer` to the next layer's QKV, or to the residual before the final norm.
+    fn four_bit_layer(&self, layers: &Layers, rows: usize, layer: usize) -> Result<()> {
+        let (config, w, kernel) = (&self.config, &self.workspace, &layers.kernel);
+        let (hidden, weights) = (config.hidden_size, &self.weights.layers[layer]);
+        let residual = w.residual.slice(..rows * hidden)?;
+        let [after_o, after_down] = &layers.squares;
+        let after_o = after_o.slice(..rows * kernel.blocks())?;
+        let after_down = after_down.slice(..rows * kernel.blocks())?;
+        let mlp_normed = layers.normed.slice(..rows * hidden)?;
+        let normed = w.normed.slice(..rows * hidden)?;
+        let gated = w.gated.slice(..rows * config.intermediate_size)?;
+        let next = self.weights.layers.get(layer + 1);
+        let matrices = FusedMatrix::ALL.map(|matrix| weights.four_bit(matrix));
+        let [_, Some(o), Some(gate_up), Some(down)] = matrices else {
+            return Ok(());
+        };
+        let mut stages = vec![
+            FourBitStage {
+                weight: o,
+                input: w.mixed.slice(..rows * config.q_size())?,
+                squares: None,
+                output: StageOutput::Residual {
+                    residual,
+                    norm: weights.post_attention_norm.as_slice(),
+                    normed: mlp_normed,
+                    squares: after_o,
+                },
+            },
+            FourBitStage {
+                weight: gate_up,
+                input: mlp_normed,
+                squares: Some(after_o),
+                output: StageOutput::Gated(gated),
+            },
+            FourBitStage {
+                weight: down,
+                input: gated,
+                squares: None,
+                output: StageOutput::Residual {
+                    residual,
+                    norm: next
+                        .map_or(&self.weights.norm, |next| &next.input_norm)
+                        .as_slice(),
+                    normed,
+                    squares: after_down,
+                },
+            },
+        ];
+        if let Some(weight) = next.and_then(|next| next.four_bit(FusedMatrix::Qkv)) {
+            stages.push(FourBitStage {
+                weight,
+                input: normed,
+                squares: Some(after_down),
+                output: StageOutput::Bf16(w.qkv.slice(..rows * config.qkv_size())?),
+            });
+        }
+        let set = |number: usize| {
+            layers
+                .counters
+                .slice(number * MAX_STAGES..(number + 1) * MAX_STAGES)
+        };
+        kernel.run(
+            &self.stream,
+            &FourBitLayerOp {
+                rows,
+                stages: &stages,
+                low_rank: None,
+                counters: set(layer % 2)?,
+                clear: set(1 - layer % 2)?,
+                eps: config.rms_norm_eps as f32,
+            },
+        )
     }
 }

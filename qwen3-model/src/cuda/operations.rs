@@ -41,7 +41,11 @@ impl CudaBackend {
             &self.stream,
             &RmsNorm {
                 residual: w.residual.slice(..rows * hidden)?,
-                delta: Some(w.delta.slice(..rows * hidden)?),
+                // The persistent kernel for weights in 4 bits has added it already.
+                delta: match self.in_four_bit_layers() {
+                    true => None,
+                    false => Some(w.delta.slice(..rows * hidden)?),
+                },
                 weight: self.weights.norm.as_slice(),
                 row_index,
                 out,
@@ -98,6 +102,11 @@ impl CudaBackend {
                 top: self.sampled.top(by, rows)?,
             },
         )
+    }
+
+    /// Whether norms, SiLU and residual sums are part of the products.
+    fn in_any_layers(&self) -> bool {
+        self.in_layers() || self.in_four_bit_layers()
     }
 
     /// Whether a profile run leaves this stage out.
@@ -195,7 +204,7 @@ impl Backend for CudaBackend {
     }
 
     fn rms_norm(&mut self, layer: usize, norm: Norm) -> Result<()> {
-        if self.skips(Stage::Norm) || (self.in_layers() && (layer, norm) != (0, Norm::Attention)) {
+        if self.skips(Stage::Norm) || (self.in_any_layers() && (layer, norm) != (0, Norm::Attention)) {
             return Ok(());
         }
         let elements = self.n_rows() * self.config.hidden_size;
@@ -222,6 +231,16 @@ impl Backend for CudaBackend {
     }
 
     fn project(&mut self, layer: usize, matrix: FusedMatrix) -> Result<()> {
+        if self.in_four_bit_layers() {
+            let stage = match matrix {
+                FusedMatrix::O => Stage::Layer,
+                matrix => Stage::of(matrix),
+            };
+            return match self.skips(stage) {
+                true => Ok(()),
+                false => self.project_in_four_bit_layers(layer, matrix),
+            };
+        }
         if self.in_layers() {
             return match (layer, matrix) {
                 (0, FusedMatrix::Qkv) if !self.skips(Stage::Layer) => self.all_layers(),
@@ -232,7 +251,7 @@ impl Backend for CudaBackend {
             return Ok(());
         }
         if self.project_four_bit(layer, matrix)? {
-            return self.add_unmerged(layer, matrix);
+            return Ok(());
         }
         let m = self.n_rows();
         let [n, k] = fused_shape(&self.config, matrix);
@@ -349,7 +368,7 @@ impl Backend for CudaBackend {
     }
 
     fn silu_mul(&mut self) -> Result<()> {
-        if self.skips(Stage::SiluMul) || self.in_layers() {
+        if self.skips(Stage::SiluMul) || self.in_any_layers() {
             return Ok(());
         }
         let (rows, inner) = (self.n_rows(), self.config.intermediate_size);
@@ -409,6 +428,15 @@ impl Backend for CudaBackend {
             MergeMode::Merged => self.merge_adapters(active, mode),
             MergeMode::Unmerged => self.serve_policies(&[active]),
         }
+    }
+
+    fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<AdapterReport> {
+        // The inherent method.
+        Self::serve_policies(self, policies)
+    }
+
+    fn set_slot_policy(&mut self, slot: usize, policy: Option<usize>) -> Result<()> {
+        Self::set_slot_policy(self, slot, policy)
     }
 
     fn policy(&self) -> PolicyVersion {

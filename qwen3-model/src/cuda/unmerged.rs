@@ -18,12 +18,11 @@ use std::time::Instant;
 use cuda_graphs::{DeviceBuffer, DeviceSlice};
 use half::bf16;
 use lora_merge::{ActiveAdapter, MemoryReport, ModuleUpdate, PolicyVersion, Resolved};
-use sha2::{Digest, Sha256};
 
 use super::{CudaBackend, Rows};
-use crate::adapters::has_effect;
+use crate::adapters::{digest_of_policies, has_effect};
 use crate::launch::{
-    PartUpdate, ProductOutput, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables,
+    LowRankTerm, PartUpdate, ProductOutput, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables,
 };
 use crate::{AdapterReport, Error, FusedMatrix, MergeMode, Projection, Result};
 
@@ -83,7 +82,7 @@ impl CudaBackend {
         let same = resolved.len() == 1 && !merged && self.policy_in_force().sha256 == resolved[0].digest();
         let version = PolicyVersion {
             number: self.policy_in_force().number + u64::from(!merged),
-            sha256: digest(&resolved),
+            sha256: digest_of_policies(&resolved),
         };
         self.set_policy_version(version);
         let adapted = resolved
@@ -101,6 +100,7 @@ impl CudaBackend {
             differs_from_base: effective > 0,
             recomputed: 0,
             memory,
+            policies: resolved.iter().map(Resolved::digest).collect(),
             merge_elapsed: writing.elapsed(),
             elapsed: start.elapsed(),
         })
@@ -232,7 +232,9 @@ impl CudaBackend {
             && unmerged.tables.policies() >= updates.len()
             && unmerged.tables.max_rank() >= rank
         {
+            let was_low_rank = unmerged.tables.is_low_rank();
             unmerged.tables.replace(&stream, updates)?;
+            let other_launches = unmerged.tables.is_low_rank() != was_low_rank;
             unmerged.policies = updates.len();
             unmerged.slots = all_slots(unmerged.slots.len());
             stream.upload(&unmerged.policy_of_slot, &unmerged.slots)?;
@@ -240,7 +242,7 @@ impl CudaBackend {
                 .iter()
                 .zip(&unmerged.touched)
                 .any(|(now, before)| *now && !before);
-            if more {
+            if more || other_launches {
                 unmerged.touched = touched;
                 self.capture_again()?;
             }
@@ -284,16 +286,42 @@ impl CudaBackend {
 
     /// Adds to a product of a layer what the policies of its rows add.
     pub(super) fn add_unmerged(&self, layer: usize, matrix: FusedMatrix) -> Result<()> {
+        match self.low_rank(layer, matrix)? {
+            Some(term) => self.add_low_rank(&term, self.operands(matrix)?.1),
+            None => Ok(()),
+        }
+    }
+
+    /// The first of the two products of that; `None` where no policy adds anything.
+    pub(super) fn low_rank(&self, layer: usize, matrix: FusedMatrix) -> Result<Option<LowRankTerm<'_>>> {
         let Some(unmerged) = self.unmerged.as_ref().filter(|u| u.touched[matrix as usize]) else {
-            return Ok(());
+            return Ok(None);
         };
         let m = self.n_rows();
         let slots = match self.rows {
             Rows::Packed { .. } => self.packed.slots.slice(..m)?,
             Rows::Decode { bucket } => self.decode.slots(bucket)?,
         };
-        let (x, y) = self.operands(matrix)?;
-        self.apply(unmerged, 4 * layer + matrix as usize, slots, x, y)
+        let (x, _) = self.operands(matrix)?;
+        let site = 4 * layer + matrix as usize;
+        let rows = unmerged.rows(slots);
+        let inner = unmerged.inner.as_slice();
+        let kernels = &unmerged.kernels;
+        let term = kernels.down(&self.stream, &unmerged.tables, site, rows, x, inner)?;
+        Ok(Some(term))
+    }
+
+    /// The second product.
+    pub(super) fn add_low_rank(&self, term: &LowRankTerm<'_>, y: ProductOutput<'_>) -> Result<()> {
+        match &self.unmerged {
+            Some(unmerged) => unmerged.kernels.up(&self.stream, term, y),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether adapters are products of low rank and nothing else.
+    pub(super) fn adds_low_rank_only(&self) -> bool {
+        self.unmerged.as_ref().is_some_and(|u| u.tables.is_low_rank())
     }
 
     /// The same for the logits of the wanted rows `rows`, which are the first ones of `logits`.
@@ -308,35 +336,26 @@ impl CudaBackend {
         };
         let x = w.normed.slice(..n * self.config.hidden_size)?;
         let y = ProductOutput::F32(w.logits.slice(..n * self.config.vocab_size)?);
-        self.apply(unmerged, 4 * self.config.n_layers, slots, x, y)
-    }
-
-    fn apply(
-        &self,
-        unmerged: &UnmergedAdapters,
-        site: usize,
-        slots: DeviceSlice<'_, i32>,
-        x: DeviceSlice<'_, bf16>,
-        y: ProductOutput<'_>,
-    ) -> Result<()> {
-        let rows = RowPolicies {
-            slots,
-            policy_of_slot: unmerged.policy_of_slot.as_slice(),
-        };
+        let site = 4 * self.config.n_layers;
         let inner = unmerged.inner.as_slice();
         let kernels = &unmerged.kernels;
-        kernels.apply(&self.stream, &unmerged.tables, site, rows, x, inner, y)
+        kernels.apply(
+            &self.stream,
+            &unmerged.tables,
+            site,
+            unmerged.rows(slots),
+            x,
+            inner,
+            y,
+        )
     }
 }
 
-/// The digest of a single policy is that of its adapters; of several, one over theirs.
-fn digest(resolved: &[Resolved]) -> [u8; 32] {
-    match resolved {
-        [one] => one.digest(),
-        many => {
-            let mut sha = Sha256::new();
-            many.iter().for_each(|one| sha.update(one.digest()));
-            sha.finalize().into()
+impl UnmergedAdapters {
+    fn rows<'a>(&'a self, slots: DeviceSlice<'a, i32>) -> RowPolicies<'a> {
+        RowPolicies {
+            slots,
+            policy_of_slot: self.policy_of_slot.as_slice(),
         }
     }
 }

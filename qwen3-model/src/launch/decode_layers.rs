@@ -11,7 +11,7 @@ use half::bf16;
 use super::{COMMON, ROPE, aligned, refuse, same, small};
 use crate::Result;
 
-const HOPPER: Header = Header::new("hopper.cuh", include_str!("../../kernels/hopper.cuh"));
+pub(super) const HOPPER: Header = Header::new("hopper.cuh", include_str!("../../kernels/hopper.cuh"));
 const ATTENTION: Header = Header::new(
     "decode_attention.cuh",
     include_str!("../../kernels/decode_attention.cuh"),

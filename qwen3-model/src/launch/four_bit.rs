@@ -2,7 +2,7 @@
 
 use bytemuck::{Pod, Zeroable};
 use cuda_graphs::{
-    Compiler, Device, DeviceBuffer, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
+    Compiler, Device, DeviceBuffer, DeviceSlice, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
 };
 use half::bf16;
 
@@ -27,8 +27,11 @@ const PAIRS_BYTES: usize = 256 * 16 * 8;
 /// Columns that a warp takes at a time.
 const UNIT: usize = 256;
 const DEQUANTIZE_THREADS: u32 = 256;
+/// Words that a thread takes at once.
+const DEQUANTIZE_WORDS: usize = 4;
+/// Blocks per multiprocessor: as many as their tables leave room for.
+const DEQUANTIZE_BLOCKS: usize = 6;
 const QUANTIZE_WARPS: usize = 8;
-const HEADER: Header = Header::new("four_bit.cuh", include_str!("../../kernels/four_bit.cuh"));
 
 fn matmul_spec(tiles: usize) -> KernelSpec {
     // Two blocks of ten warps, or one of sixteen, ten or eight.
@@ -41,7 +44,6 @@ fn matmul_spec(tiles: usize) -> KernelSpec {
         format!("nf4_matmul<{tiles}>"),
         include_str!("../../kernels/nf4_matmul.cu"),
     )
-    .headers([HEADER])
     .define("TILES", tiles)
     .entry("nf4_matmul", Limits::registers(registers))
 }
@@ -49,7 +51,6 @@ fn matmul_spec(tiles: usize) -> KernelSpec {
 /// The kernels of this file, in every specialisation.
 pub(super) fn specs() -> Vec<KernelSpec> {
     let dequantize = spec("nf4_dequantize", include_str!("../../kernels/nf4_dequantize.cu"))
-        .headers([HEADER])
         .entry("nf4_dequantize", Limits::registers(64));
     let quantize = spec("nf4_quantize", include_str!("../../kernels/nf4_quantize.cu"))
         .entry("nf4_quantize", Limits::registers(64));
@@ -60,7 +61,9 @@ pub(super) fn specs() -> Vec<KernelSpec> {
 /// A matrix `[rows, cols]` in 4 bits on the device, in blocks of [`FOUR_BIT_BLOCK`].
 #[derive(Debug)]
 pub struct FourBitBuffer {
+    /// `[rows, cols / 8]`, as in files.
     packed: DeviceBuffer<u32>,
+    /// `[cols / FOUR_BIT_BLOCK, rows]`: the scales of neighbouring rows are neighbours.
     absmax: DeviceBuffer<f32>,
     map: [f32; 16],
     rows: usize,
@@ -94,20 +97,24 @@ impl FourBitBuffer {
         let rows: usize = parts.iter().map(|part| part.rows()).sum();
         let device = stream.device();
         let packed = DeviceBuffer::<u32>::zeroed(device, rows * cols / 8)?;
-        let absmax = DeviceBuffer::<f32>::zeroed(device, rows * cols / FOUR_BIT_BLOCK)?;
-        let mut at = 0;
+        let blocks = cols / FOUR_BIT_BLOCK;
+        let mut scales = vec![0.0; rows * blocks];
+        let mut first = 0;
         for part in parts {
-            let elements = part.rows() * cols;
             let words: Vec<u32> = part
                 .packed()
                 .chunks_exact(4)
                 .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
                 .collect();
-            stream.upload(packed.slice(at / 8..(at + elements) / 8)?, &words)?;
-            let blocks = at / FOUR_BIT_BLOCK..(at + elements) / FOUR_BIT_BLOCK;
-            stream.upload(absmax.slice(blocks)?, part.absmax())?;
-            at += elements;
+            let end = first + part.rows();
+            stream.upload(packed.slice(first * cols / 8..end * cols / 8)?, &words)?;
+            for (row, of_row) in (first..end).zip(part.absmax().chunks_exact(blocks)) {
+                let column = scales.iter_mut().skip(row).step_by(rows);
+                column.zip(of_row).for_each(|(to, from)| *to = *from);
+            }
+            first = end;
         }
+        let absmax = DeviceBuffer::from_slice(stream, &scales)?;
         // What was read must stay until it is there.
         stream.synchronize()?;
         Ok(Self {
@@ -146,6 +153,23 @@ impl FourBitBuffer {
     /// Input features.
     pub fn cols(&self) -> usize {
         self.cols
+    }
+
+    pub(crate) fn map(&self) -> &[f32; 16] {
+        &self.map
+    }
+
+    pub(super) fn packed(&self) -> DeviceSlice<'_, u32> {
+        self.packed.as_slice()
+    }
+
+    pub(super) fn absmax(&self) -> DeviceSlice<'_, f32> {
+        self.absmax.as_slice()
+    }
+
+    pub(super) fn keep(&self, stream: &Stream) {
+        stream.keep_memory(&self.packed);
+        stream.keep_memory(&self.absmax);
     }
 
     /// Bytes on the device.
@@ -219,7 +243,8 @@ struct DequantizeParams {
     packed: u64,
     absmax: u64,
     out: u64,
-    n_halves: u64,
+    rows: u32,
+    blocks: u32,
     map: [f32; 16],
 }
 
@@ -230,6 +255,8 @@ struct QuantizeParams {
     packed: u64,
     absmax: u64,
     n_blocks: u64,
+    blocks: u32,
+    stride: u32,
     bounds: [f32; 15],
     unused: u32,
     nibbles: [u8; 16],
@@ -283,8 +310,7 @@ impl FourBitKernels {
         same("y", y.len(), m * w.rows)?;
         aligned("x", x.ptr(), 16)?;
         stream.keep_memory(x);
-        stream.keep_memory(&w.packed);
-        stream.keep_memory(&w.absmax);
+        w.keep(stream);
         y.keep(stream);
         if m == 0 {
             return Ok(());
@@ -340,18 +366,18 @@ impl FourBitKernels {
         same("out", out.len(), w.rows * w.cols)?;
         aligned("out", out.ptr(), 16)?;
         stream.keep_memory(out);
-        stream.keep_memory(&w.packed);
-        stream.keep_memory(&w.absmax);
-        let n_halves = w.rows * w.cols / 32;
+        w.keep(stream);
         let params = DequantizeParams {
             packed: w.packed.ptr(),
             absmax: w.absmax.ptr(),
             out: out.ptr(),
-            n_halves: n_halves as u64,
+            rows: small("rows", w.rows)?,
+            blocks: small("cols", w.cols / FOUR_BIT_BLOCK)?,
             map: w.map,
         };
-        let blocks = small("rows", n_halves.div_ceil(DEQUANTIZE_THREADS as usize))?;
-        let config = LaunchConfig::new(blocks, DEQUANTIZE_THREADS).programmatic(true);
+        let work = (w.rows * w.cols).div_ceil(8 * DEQUANTIZE_WORDS * DEQUANTIZE_THREADS as usize);
+        let blocks = work.clamp(1, self.multiprocessors.max(1) * DEQUANTIZE_BLOCKS);
+        let config = LaunchConfig::new(small("blocks", blocks)?, DEQUANTIZE_THREADS).programmatic(true);
         // SAFETY: as in `multiply`.
         Ok(unsafe { self.dequantize.launch(stream, &config, &params) }?)
     }
@@ -381,9 +407,7 @@ impl FourBitKernels {
         aligned("data", data.ptr(), 4)?;
         let (from, n) = (first * w.cols, rows * w.cols);
         let packed = w.packed.slice(from / 8..(from + n) / 8)?;
-        let absmax = w
-            .absmax
-            .slice(from / FOUR_BIT_BLOCK..(from + n) / FOUR_BIT_BLOCK)?;
+        let absmax = w.absmax.slice(first.min(w.absmax.len())..)?;
         stream.keep_memory(data);
         stream.keep_memory(packed);
         stream.keep_memory(absmax);
@@ -397,6 +421,8 @@ impl FourBitKernels {
             packed: packed.ptr(),
             absmax: absmax.ptr(),
             n_blocks: n_blocks as u64,
+            blocks: small("cols", w.cols / FOUR_BIT_BLOCK)?,
+            stride: small("rows", w.rows)?,
             bounds,
             unused: 0,
             nibbles,

@@ -15,17 +15,19 @@ pub const RANK_QUANTUM: usize = 32;
 /// Most parts of a fused product.
 pub const MAX_PARTS: usize = 3;
 
-const WARPS: usize = 8;
-const ROWS: usize = 32;
+const UP_WARPS: usize = 8;
+const UP_ROWS: usize = 32;
+const DOWN_WARPS: u32 = 16;
+const DOWN_ROWS: usize = 16;
 const ENTRY_WORDS: usize = 5;
-const HEADER: Header = Header::new("unmerged.cuh", include_str!("../../kernels/unmerged.cuh"));
+pub(super) const HEADER: Header = Header::new("unmerged.cuh", include_str!("../../kernels/unmerged.cuh"));
 
 /// The kernels of this file.
 pub(super) fn specs() -> Vec<KernelSpec> {
     vec![
         spec("unmerged_down", include_str!("../../kernels/unmerged_down.cu"))
             .headers([HEADER])
-            .entry("unmerged_down", Limits::registers(100)),
+            .entry("unmerged_down", Limits::registers(128)),
         spec("unmerged_up", include_str!("../../kernels/unmerged_up.cu"))
             .headers([HEADER])
             .entry("unmerged_up", Limits::registers(100)),
@@ -75,6 +77,8 @@ pub struct UnmergedTables {
     policies: usize,
     /// Largest rank that [`replace`](Self::replace) takes.
     max_rank: usize,
+    /// See [`is_low_rank`](Self::is_low_rank).
+    low_rank: bool,
 }
 
 /// Rows' slots, and the policy of each slot.
@@ -124,6 +128,7 @@ impl UnmergedTables {
             sites,
             policies,
             max_rank,
+            low_rank: true,
         })
     }
 
@@ -135,6 +140,11 @@ impl UnmergedTables {
     /// Largest rank.
     pub fn max_rank(&self) -> usize {
         self.max_rank
+    }
+
+    /// Whether no policy has a gain or a bias anywhere.
+    pub fn is_low_rank(&self) -> bool {
+        self.low_rank
     }
 
     /// Bytes on the device.
@@ -183,6 +193,8 @@ impl UnmergedTables {
         stream.upload(&self.entries, &entries)?;
         stream.synchronize()?;
         self.values = values;
+        let mut parts = updates.iter().flatten().flatten();
+        self.low_rank = parts.all(|part| part.gain.is_empty() && part.bias.is_empty());
         Ok(())
     }
 
@@ -234,15 +246,15 @@ fn pairs(values: &[bf16]) -> Vec<u32> {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct UnmergedParams {
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+pub(super) struct UnmergedParams {
     entries: u64,
     slots: u64,
     policy_of_slot: u64,
     policies: u32,
     parts: u32,
     n_slots: u32,
-    m: u32,
+    pub(super) m: u32,
 }
 
 #[repr(C)]
@@ -266,6 +278,26 @@ struct UpParams {
     y_is_f32: u32,
     unused: u32,
     ends: [u32; 4],
+}
+
+/// What the second product of adapters needs: the result of the first, and the tables.
+#[derive(Debug, Clone, Copy)]
+pub struct LowRankTerm<'a> {
+    pub(super) unmerged: UnmergedParams,
+    rows: RowPolicies<'a>,
+    pub(super) h: DeviceSlice<'a, f32>,
+    pub(super) ends: [u32; 4],
+    pub(super) n: usize,
+    pub(super) max_rank: u32,
+    pub(super) low_rank: bool,
+}
+
+impl LowRankTerm<'_> {
+    pub(super) fn keep(&self, stream: &Stream) {
+        stream.keep_memory(self.h);
+        stream.keep_memory(self.rows.slots);
+        stream.keep_memory(self.rows.policy_of_slot);
+    }
 }
 
 /// The kernels for adapters at run time, loaded on one device.
@@ -304,13 +336,29 @@ impl UnmergedKernels {
         h: DeviceSlice<'_, f32>,
         y: ProductOutput<'_>,
     ) -> Result<()> {
+        let term = self.down(stream, tables, site, rows, x, h)?;
+        self.up(stream, &term, y)
+    }
+
+    /// The first of the two products: into `h`, from `x`, both as for [`apply`](Self::apply).
+    ///
+    /// # Errors
+    /// As for [`apply`](Self::apply). Panics: none.
+    pub fn down<'a>(
+        &self,
+        stream: &Stream,
+        tables: &UnmergedTables,
+        site: usize,
+        rows: RowPolicies<'a>,
+        x: DeviceSlice<'_, bf16>,
+        h: DeviceSlice<'a, f32>,
+    ) -> Result<LowRankTerm<'a>> {
         let m = rows.slots.len();
         let Some(shape) = tables.sites.get(site) else {
             return refuse("site", format!("{site} of {}", tables.sites.len()));
         };
         let parts = shape.parts.len();
         same("x", x.len(), m * shape.k)?;
-        same("y", y.len(), m * shape.n())?;
         aligned("x", x.ptr(), 16)?;
         aligned("h", h.ptr(), 16)?;
         if h.len() < m * parts * tables.max_rank {
@@ -331,62 +379,87 @@ impl UnmergedKernels {
             .slice(before * ENTRY_WORDS..before * ENTRY_WORDS + entries)?;
         stream.keep_memory(&tables.entries);
         stream.keep_memory(x);
-        stream.keep_memory(h);
-        stream.keep_memory(rows.slots);
-        stream.keep_memory(rows.policy_of_slot);
-        y.keep(stream);
-        if m == 0 {
-            return Ok(());
-        }
-        let unmerged = UnmergedParams {
-            entries: entries.ptr(),
-            slots: rows.slots.ptr(),
-            policy_of_slot: rows.policy_of_slot.ptr(),
-            policies: small("policies", tables.policies)?,
-            parts: parts as u32,
-            n_slots: small("slots", rows.policy_of_slot.len())?,
-            m: small("rows", m)?,
-        };
-        let max_rank = small("max_rank", tables.max_rank)?;
-        let row_blocks = small("rows", m.div_ceil(ROWS))?;
-        if row_blocks > 65_535 {
-            return refuse(
-                "rows",
-                format!("{m} rows at once, at most {} are possible", 65_535 * ROWS),
-            );
-        }
-        let threads = [WARPS as u32 * 32, 1, 1];
-        let down = DownParams {
-            unmerged,
-            x: x.ptr(),
-            h: h.ptr(),
-            k: small("k", shape.k)?,
-            max_rank,
-        };
-        let blocks = parts as u32 * max_rank / 16;
-        let config = LaunchConfig::with_dimensions([blocks, row_blocks, 1], threads).programmatic(true);
-        // SAFETY: every buffer has the length that the kernel's header gives it, checked above; what the entries point to
-        // was checked in `replace` and lives as long as they do; slots and policies are checked by the kernel.
-        unsafe { self.down.launch(stream, &config, &down) }?;
         let mut ends = [0; 4];
         let mut end = 0;
         for (to, rows) in ends.iter_mut().zip(&shape.parts) {
             end += rows;
             *to = small("rows", end)?;
         }
-        let up = UpParams {
-            unmerged,
+        let term = LowRankTerm {
+            unmerged: UnmergedParams {
+                entries: entries.ptr(),
+                slots: rows.slots.ptr(),
+                policy_of_slot: rows.policy_of_slot.ptr(),
+                policies: small("policies", tables.policies)?,
+                parts: parts as u32,
+                n_slots: small("slots", rows.policy_of_slot.len())?,
+                m: small("rows", m)?,
+            },
+            rows,
+            h,
+            ends,
+            n: shape.n(),
+            max_rank: small("max_rank", tables.max_rank)?,
+            low_rank: tables.low_rank,
+        };
+        term.keep(stream);
+        if m == 0 {
+            return Ok(term);
+        }
+        let down = DownParams {
+            unmerged: term.unmerged,
+            x: x.ptr(),
             h: h.ptr(),
+            k: small("k", shape.k)?,
+            max_rank: term.max_rank,
+        };
+        let grid = [parts as u32 * term.max_rank / 16, blocks_of(m, DOWN_ROWS)?, 1];
+        let config = LaunchConfig::with_dimensions(grid, [DOWN_WARPS * 32, 1, 1]).programmatic(true);
+        // SAFETY: every buffer has the length that the kernel's header gives it, checked above; what the entries point to
+        // was checked in `replace` and lives as long as they do; slots and policies are checked by the kernel.
+        unsafe { self.down.launch(stream, &config, &down) }?;
+        Ok(term)
+    }
+
+    /// The second of the two products, added to `y`.
+    ///
+    /// # Errors
+    /// As for [`apply`](Self::apply). Panics: none.
+    pub fn up(&self, stream: &Stream, term: &LowRankTerm<'_>, y: ProductOutput<'_>) -> Result<()> {
+        let m = term.unmerged.m as usize;
+        same("y", y.len(), m * term.n)?;
+        y.keep(stream);
+        if m == 0 {
+            return Ok(());
+        }
+        let up = UpParams {
+            unmerged: term.unmerged,
+            h: term.h.ptr(),
             y: y.ptr(),
-            n: small("n", shape.n())?,
-            max_rank,
+            n: small("n", term.n)?,
+            max_rank: term.max_rank,
             y_is_f32: y.is_f32(),
             unused: 0,
-            ends,
+            ends: term.ends,
         };
-        let blocks = small("n", shape.n().div_ceil(16 * WARPS))?;
-        let config = LaunchConfig::with_dimensions([blocks, row_blocks, 1], threads).programmatic(true);
-        // SAFETY: as above.
+        let grid = [
+            small("n", term.n.div_ceil(16 * UP_WARPS))?,
+            blocks_of(m, UP_ROWS)?,
+            1,
+        ];
+        let config = LaunchConfig::with_dimensions(grid, [UP_WARPS as u32 * 32, 1, 1]).programmatic(true);
+        // SAFETY: as for `down`.
         Ok(unsafe { self.up.launch(stream, &config, &up) }?)
+    }
+}
+
+fn blocks_of(m: usize, rows: usize) -> Result<u32> {
+    let blocks = m.div_ceil(rows);
+    match blocks > 65_535 {
+        true => refuse(
+            "rows",
+            format!("{m} rows at once, at most {} are possible", 65_535 * rows),
+        ),
+        false => small("rows", blocks),
     }
 }

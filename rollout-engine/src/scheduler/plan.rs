@@ -165,6 +165,7 @@ impl<R: Runner> Scheduler<R> {
             self.admit(id, start)?;
             step.slot_tokens
                 .extend(self.running.get(&id).and_then(Sequence::slot_tokens));
+            step.slot_policies.extend(self.slot_policy(id));
             self.add_chunk(id, step, owners, &mut budget)?;
         }
         for leader in ready {

@@ -40,6 +40,8 @@ pub(super) struct Sequence {
     /// What ended the sequence, with the text up to there if that is a stop string.
     stopped: Option<(StopReason, Option<String>)>,
     policies: Vec<PolicySpan>,
+    /// Which of the policies that are served by name it is sampled under.
+    pub(super) policy: Option<usize>,
     /// Set while running.
     pub(super) slot: Option<Slot>,
     /// Positions whose KV has been written by submitted steps.
@@ -75,6 +77,7 @@ impl Sequence {
             stop_text,
             stopped: None,
             policies: Vec::new(),
+            policy: None,
             slot: None,
             computed: 0,
             in_flight: 0,

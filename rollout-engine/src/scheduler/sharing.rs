@@ -17,7 +17,7 @@ impl<R: Runner> Scheduler<R> {
     /// Those of the page table, which are defects.
     pub fn set_prefix_cache(&mut self, on: bool) -> Result<(), Error> {
         self.clear_prefix_cache()?;
-        self.prefix_index = on.then(|| PrefixIndex::new(self.shape.page_size, self.policy));
+        self.prefix_index = on.then(|| PrefixIndex::new(self.shape.page_size, self.versions()));
         Ok(())
     }
 
@@ -26,8 +26,9 @@ impl<R: Runner> Scheduler<R> {
     /// # Errors
     /// Those of the page table, which are defects.
     pub fn clear_prefix_cache(&mut self) -> Result<(), Error> {
+        let versions = self.versions();
         match &mut self.prefix_index {
-            Some(index) => index.clear(self.policy, &mut self.pages),
+            Some(index) => index.clear(versions, &mut self.pages),
             None => Ok(()),
         }
     }
@@ -82,10 +83,11 @@ impl<R: Runner> Scheduler<R> {
             };
         }
         // The last token is computed in any case; siblings share nothing beyond their prompt.
-        let pages = match (&mut self.prefix_index, self.waiting.get(&id)) {
-            (Some(index), Some(sequence)) => {
+        let policy = self.waiting.get(&id).map(|sequence| self.version_of(sequence));
+        let pages = match (&mut self.prefix_index, self.waiting.get(&id), policy) {
+            (Some(index), Some(sequence), Some(policy)) => {
                 let limit = group.map_or(sequence.token_ids.len() - 1, |group| group.shared_len);
-                index.matching(self.policy, &sequence.token_ids, limit / self.shape.page_size)
+                index.matching(policy, &sequence.token_ids, limit / self.shape.page_size)
             }
             _ => Vec::new(),
         };
@@ -228,11 +230,12 @@ impl<R: Runner> Scheduler<R> {
 
     /// Keeps what a running sequence has computed for later requests.
     pub(super) fn enter_prefix(&mut self, id: SequenceId) -> Result<(), Error> {
+        let policy = self.running.get(&id).map(|sequence| self.version_of(sequence));
         if let (Some(index), Some(sequence)) = (&mut self.prefix_index, self.running.get(&id))
-            && let Some(slot) = sequence.slot
+            && let (Some(slot), Some(policy)) = (sequence.slot, policy)
         {
             let pages: Vec<_> = self.pages.pages(slot)?.collect();
-            index.insert(self.policy, sequence.computed_tokens(), &pages, &mut self.pages)?;
+            index.insert(policy, sequence.computed_tokens(), &pages, &mut self.pages)?;
         }
         Ok(())
     }

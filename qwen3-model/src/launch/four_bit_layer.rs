@@ -1,0 +1,548 @@
+//! The launch of `kernels/nf4_layer.cu`: up to four products with matrices in 4 bits, and what lies between them in a decode
+//! step, in one persistent kernel. See there for how it works and why.
+
+use bytemuck::{Pod, Zeroable};
+use cuda_graphs::{
+    Arch, Archs, Compiler, Device, DeviceSlice, Kernel, KernelSpec, LaunchConfig, Limits, Stream, Swizzle,
+    TensorElement, TensorMap, TensorMapSpec,
+};
+use half::bf16;
+
+use super::decode_layers::HOPPER;
+use super::unmerged::{HEADER as UNMERGED, LowRankTerm, UnmergedParams};
+use super::{COMMON, FOUR_BIT_BLOCK, FourBitBuffer, MAX_BLOCKS, aligned, refuse, same, small};
+use crate::Result;
+
+/// Batch rows that the kernel is compiled for; fewer are padded.
+const COLUMNS: [usize; 4] = [8, 16, 32, 64];
+/// Most stages in one launch.
+pub const MAX_STAGES: usize = 4;
+/// Most batch rows.
+pub const FOUR_BIT_LAYER_ROWS: usize = COLUMNS[COLUMNS.len() - 1];
+
+const WARPS: usize = 8;
+const THREADS: u32 = 32 * (WARPS as u32 + 1);
+/// Columns of a box of weights.
+const BOX_COLUMNS: usize = 128;
+const TABLE_BYTES: usize = 256 * 128;
+
+/// What the kernel is compiled with for a number of batch rows.
+#[derive(Debug, Clone, Copy)]
+struct Form {
+    columns: usize,
+    /// Of eight rows, in a box at most.
+    tiles: usize,
+    /// Boxes in a warp's ring.
+    depth: usize,
+    /// Boxes whose activations are in shared memory at once, and so most warps along K.
+    x_ring: usize,
+}
+
+impl Form {
+    const fn of(columns: usize) -> Self {
+        let (tiles, depth, x_ring) = match columns {
+            8 => (5, 6, 16),
+            16 => (5, 5, 8),
+            32 => (5, 4, 8),
+            _ => (3, 6, 4),
+        };
+        Self {
+            columns,
+            tiles,
+            depth,
+            x_ring,
+        }
+    }
+
+    /// Boxes that activations come for at a time.
+    const fn x_boxes(self) -> usize {
+        if self.columns <= 16 { 32 / self.columns } else { 1 }
+    }
+
+    const fn slot_bytes(self) -> usize {
+        (8 * self.tiles * 72).next_multiple_of(512)
+    }
+
+    /// As `SHARED_BYTES` in the kernel.
+    const fn shared_bytes(self) -> usize {
+        let tokens = if self.columns < 16 { self.columns } else { 16 };
+        let sums = WARPS * tokens * (8 * self.tiles + 4) * 4;
+        let barriers = 2 * (self.x_ring / self.x_boxes()) + WARPS * self.depth;
+        TABLE_BYTES
+            + self.x_ring * self.columns * 256
+            + WARPS * self.depth * self.slot_bytes()
+            + sums
+            + barriers * 8
+    }
+}
+
+fn spec(columns: usize) -> KernelSpec {
+    let form = Form::of(columns);
+    let limits = Limits {
+        // A few words of what a stage needs at its end, outside the loop.
+        spill_bytes: if columns > 16 { 256 } else { 0 },
+        stack_bytes: if columns > 16 { 64 } else { 0 },
+        ..Limits::registers(168)
+    };
+    KernelSpec::new(
+        format!("nf4_layer<{columns}>"),
+        include_str!("../../kernels/nf4_layer.cu"),
+    )
+    .headers([COMMON, HOPPER, UNMERGED])
+    .define("COLUMNS", columns)
+    .define("MAX_TILES", form.tiles)
+    .define("DEPTH", form.depth)
+    .define("X_RING", form.x_ring)
+    // Later consumer devices have the copy engine too, but less than half of the shared memory.
+    .archs(Archs::Only(vec![Arch::SM_90A, Arch::SM_100A]))
+    // One block of 288 threads per multiprocessor.
+    .entry("nf4_layer", limits)
+}
+
+/// Every specialisation.
+pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
+    COLUMNS.into_iter().map(spec)
+}
+
+/// What becomes of a product.
+#[derive(Debug, Clone, Copy)]
+pub enum StageOutput<'a> {
+    /// `residual += product`, `normed = bf16(residual * norm)`, and the sums of squares by which the consumer of
+    /// `normed` must scale.
+    Residual {
+        /// `[rows, N]`.
+        residual: DeviceSlice<'a, f32>,
+        /// `[N]`, weight of the norm that follows.
+        norm: DeviceSlice<'a, f32>,
+        /// `[rows, N]`.
+        normed: DeviceSlice<'a, bf16>,
+        /// `[rows, blocks]`, see [`FourBitLayer::blocks`].
+        squares: DeviceSlice<'a, f32>,
+    },
+    /// `silu(gate) * up`, the weight being gate above up; `[rows, N / 2]`.
+    Gated(DeviceSlice<'a, bf16>),
+    /// The product, `[rows, N]`.
+    Bf16(DeviceSlice<'a, bf16>),
+    /// The product, `[rows, N]`.
+    F32(DeviceSlice<'a, f32>),
+}
+
+/// One product: `output = input · weightᵀ`.
+#[derive(Debug, Clone, Copy)]
+pub struct FourBitStage<'a> {
+    /// `[N, K]`.
+    pub weight: &'a FourBitBuffer,
+    /// `[rows, K]`.
+    pub input: DeviceSlice<'a, bf16>,
+    /// `[rows, blocks]`, the sums of squares that belong to `input`: the product is divided by the root of their mean.
+    pub squares: Option<DeviceSlice<'a, f32>>,
+    /// Where it goes.
+    pub output: StageOutput<'a>,
+}
+
+/// One launch.
+#[derive(Debug, Clone, Copy)]
+pub struct FourBitLayerOp<'a> {
+    /// Batch rows, 1 to [`FOUR_BIT_LAYER_ROWS`].
+    pub rows: usize,
+    /// In order; each may read what those before wrote. All weights have the same map.
+    pub stages: &'a [FourBitStage<'a>],
+    /// Added to the only stage's product, which goes to `Bf16` or `F32`; without gains and biases.
+    pub low_rank: Option<&'a LowRankTerm<'a>>,
+    /// `[MAX_STAGES]`, zero, and not touched by any other launch under way.
+    pub counters: DeviceSlice<'a, u32>,
+    /// Counters of launches that have ended, set to zero.
+    pub clear: DeviceSlice<'a, u32>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct StageParams {
+    w_map: TensorMap,
+    scale_map: TensorMap,
+    x_map: TensorMap,
+    out: u64,
+    norm: u64,
+    normed: u64,
+    squares_out: u64,
+    squares_in: u64,
+    kind: u32,
+    units: u32,
+    boxes: u32,
+    groups: u32,
+    box_rows: u32,
+    passes: u32,
+    columns: f32,
+    unused: [u32; 15],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct LowRankParams {
+    unmerged: UnmergedParams,
+    h: u64,
+    ends: [u32; 4],
+    max_rank: u32,
+    unused: u32,
+}
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct LayerParams {
+    stages: [StageParams; MAX_STAGES],
+    counters: u64,
+    clear: u64,
+    clear_len: u32,
+    n_stages: u32,
+    rows: u32,
+    eps: f32,
+    scale: f32,
+    unused: [u32; 7],
+    values: [u16; 16],
+    low_rank: LowRankParams,
+    unused_too: [u32; 6],
+}
+
+/// How a block's share of a matrix is cut into boxes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Boxes {
+    /// Groups of rows that warps work on side by side: 1, 2, 4 or 8.
+    groups: usize,
+    /// A multiple of 8.
+    rows: usize,
+    passes: usize,
+}
+
+impl Boxes {
+    /// For a share of `rows` rows, or of `rows` rows in each of two halves, and `along` boxes along K: the cut that keeps
+    /// a warp busy for the shortest time.
+    fn new(rows: usize, halves: usize, along: usize, form: Form) -> Self {
+        let most = 8 * form.tiles;
+        let cut = |groups: usize| {
+            let side_by_side = groups / halves;
+            let passes = rows.div_ceil(side_by_side * most).max(1);
+            let rows = rows.div_ceil(side_by_side * passes).max(1).next_multiple_of(8);
+            Self { groups, rows, passes }
+        };
+        // Accesses to shared memory: for the weights of a tile, and for activations, which all tiles of a box share.
+        let time = |boxes: &Self| {
+            let turns = boxes.passes * along.div_ceil(WARPS / boxes.groups);
+            turns * (boxes.rows / 8 * 11 + form.columns + 4)
+        };
+        let ways_fit = |groups: &usize| WARPS / groups <= form.x_ring;
+        let groups = [1, 2, 4, WARPS].into_iter().filter(|&groups| groups >= halves);
+        let cuts = groups.filter(ways_fit).map(cut);
+        // With eight groups there is always room.
+        cuts.min_by_key(time).unwrap_or_else(|| cut(WARPS))
+    }
+}
+
+/// Values to multiply by instead of a map's, in bf16, and the factor of their sums: one factor on the whole map, chosen so that
+/// rounding changes it least.
+fn rounded_map(map: &[f32; 16]) -> ([bf16; 16], f32) {
+    const CANDIDATES: usize = 256;
+    let mut best = ([bf16::ZERO; 16], 1.0, f64::INFINITY);
+    for i in 0..CANDIDATES {
+        let factor = 1.0 + i as f32 / CANDIDATES as f32;
+        let rounded = map.map(|value| bf16::from_f32(value * factor));
+        // The multiple of the rounded map that is nearest to the map, and how far that is.
+        let dot = |f: &dyn Fn(f64, f64) -> f64| -> f64 {
+            let pairs = map.iter().zip(&rounded);
+            pairs.map(|(&m, r)| f(f64::from(m), r.to_f64())).sum()
+        };
+        let (mixed, square) = (dot(&|m, r| m * r), dot(&|_, r| r * r));
+        if square > 0.0 {
+            let scale = mixed / square;
+            let off = dot(&|m, r| (m - scale * r).powi(2));
+            if off < best.2 {
+                best = (rounded, scale as f32, off);
+            }
+        }
+    }
+    (best.0, best.1)
+}
+
+/// The kernel, loaded on one device.
+#[derive(Debug, Clone)]
+pub struct FourBitLayer {
+    kernels: [Kernel; COLUMNS.len()],
+    blocks: usize,
+}
+
+impl FourBitLayer {
+    /// Compiles and loads the kernel, or takes it from the compiler's cache. `None` on a device that cannot run it:
+    /// without a tensor memory accelerator, with too little shared memory, or with more than [`MAX_BLOCKS`]
+    /// multiprocessors.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn load(compiler: &Compiler, device: &Device) -> Result<Option<Self>> {
+        let info = device.info();
+        let blocks = info.multiprocessors as usize;
+        let shared = |columns| Form::of(columns).shared_bytes();
+        let most = COLUMNS.into_iter().map(shared).max().unwrap_or(0);
+        if !info.has_tma() || info.shared_bytes_per_block < most || blocks > MAX_BLOCKS {
+            return Ok(None);
+        }
+        let modules = compiler.load_all(device, &specs().collect::<Vec<_>>())?;
+        let kernels = [
+            modules[0].kernel("nf4_layer")?,
+            modules[1].kernel("nf4_layer")?,
+            modules[2].kernel("nf4_layer")?,
+            modules[3].kernel("nf4_layer")?,
+        ];
+        for (kernel, columns) in kernels.iter().zip(COLUMNS) {
+            // All blocks wait for each other, so all must be resident.
+            if kernel.blocks_per_multiprocessor(THREADS, shared(columns) as u32)? == 0 {
+                return Ok(None);
+            }
+        }
+        Ok(Some(Self { kernels, blocks }))
+    }
+
+    /// Blocks of a launch: one per multiprocessor.
+    pub fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// Gives one launch to `stream`. A row's result depends on the other rows only in whether there are more than 16, and
+    /// more than 32.
+    ///
+    /// Weights may be read before the kernels ahead in the stream have ended: whoever writes weights must wait for the
+    /// device before more work is given to the stream.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) for lengths that do not fit each other, and maps that differ;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn run(&self, stream: &Stream, op: &FourBitLayerOp<'_>) -> Result<()> {
+        let rows = op.rows;
+        let Some(which) = COLUMNS.iter().position(|&columns| (1..=columns).contains(&rows)) else {
+            return refuse(
+                "rows",
+                format!("{rows} rows at once, 1 to {FOUR_BIT_LAYER_ROWS} are possible"),
+            );
+        };
+        let form = Form::of(COLUMNS[which]);
+        let Some(first) = op.stages.first().filter(|_| op.stages.len() <= MAX_STAGES) else {
+            return refuse(
+                "stages",
+                format!("are {}, 1 to {MAX_STAGES} are possible", op.stages.len()),
+            );
+        };
+        let map = first.weight.map();
+        if op.stages.iter().any(|stage| stage.weight.map() != map) {
+            return refuse("stages", "have weights with different maps".into());
+        }
+        same("counters", op.counters.len(), MAX_STAGES)?;
+        stream.keep_memory(op.counters);
+        stream.keep_memory(op.clear);
+        let (values, scale) = rounded_map(map);
+        let mut params = LayerParams {
+            counters: op.counters.ptr(),
+            clear: op.clear.ptr(),
+            clear_len: small("clear", op.clear.len())?,
+            n_stages: op.stages.len() as u32,
+            rows: rows as u32,
+            eps: op.eps,
+            scale,
+            values: values.map(bf16::to_bits),
+            ..Zeroable::zeroed()
+        };
+        if let Some(term) = op.low_rank {
+            let plain =
+                matches!(first.output, StageOutput::Bf16(_) | StageOutput::F32(_)) && op.stages.len() == 1;
+            if !plain || !term.low_rank {
+                return refuse(
+                    "low_rank",
+                    "goes with one plain product, and without gains and biases".into(),
+                );
+            }
+            same("low_rank rows", term.unmerged.m as usize, rows)?;
+            same("low_rank columns", term.n, first.weight.rows())?;
+            term.keep(stream);
+            params.low_rank = LowRankParams {
+                unmerged: term.unmerged,
+                h: term.h.ptr(),
+                ends: term.ends,
+                max_rank: term.max_rank,
+                unused: 0,
+            };
+        }
+        for (stage, params) in op.stages.iter().zip(&mut params.stages) {
+            *params = self.stage(stream, stage, rows, form)?;
+        }
+        let config = LaunchConfig::new(self.blocks as u32, THREADS)
+            .dynamic_shared_bytes(form.shared_bytes() as u32)
+            .programmatic(true);
+        // SAFETY: every buffer has the length that the kernel gives it, checked in `stage`, and is kept by a capture;
+        // the grid is one block per multiprocessor, all resident, as `load` made sure.
+        Ok(unsafe { self.kernels[which].launch(stream, &config, &params) }?)
+    }
+
+    fn stage(
+        &self,
+        stream: &Stream,
+        stage: &FourBitStage<'_>,
+        rows: usize,
+        form: Form,
+    ) -> Result<StageParams> {
+        let (n, k) = (stage.weight.rows(), stage.weight.cols());
+        same("input", stage.input.len(), rows * k)?;
+        stage.weight.keep(stream);
+        stream.keep_memory(stage.input);
+        if let Some(squares) = stage.squares {
+            same("squares", squares.len(), rows * self.blocks)?;
+            stream.keep_memory(squares);
+        }
+        let mut params = StageParams {
+            squares_in: stage.squares.map_or(0, |squares| squares.ptr()),
+            columns: k as f32,
+            ..Zeroable::zeroed()
+        };
+        let (kind, units, halves) = match stage.output {
+            StageOutput::Residual {
+                residual,
+                norm,
+                normed,
+                squares,
+            } => {
+                same("residual", residual.len(), rows * n)?;
+                same("norm", norm.len(), n)?;
+                same("normed", normed.len(), rows * n)?;
+                same("squares", squares.len(), rows * self.blocks)?;
+                for buffer in [residual, norm, squares] {
+                    stream.keep_memory(buffer);
+                }
+                stream.keep_memory(normed);
+                params.out = residual.ptr();
+                params.norm = norm.ptr();
+                params.normed = normed.ptr();
+                params.squares_out = squares.ptr();
+                (0, n, 1)
+            }
+            StageOutput::Gated(out) => {
+                if !n.is_multiple_of(2) {
+                    return refuse("weight", format!("has {n} rows, which are no gate and up"));
+                }
+                same("output", out.len(), rows * (n / 2))?;
+                stream.keep_memory(out);
+                params.out = out.ptr();
+                (1, n / 2, 2)
+            }
+            StageOutput::Bf16(out) => {
+                same("output", out.len(), rows * n)?;
+                stream.keep_memory(out);
+                params.out = out.ptr();
+                (2, n, 1)
+            }
+            StageOutput::F32(out) => {
+                same("output", out.len(), rows * n)?;
+                stream.keep_memory(out);
+                params.out = out.ptr();
+                (3, n, 1)
+            }
+        };
+        let along = k.div_ceil(BOX_COLUMNS);
+        // Blocks begin at multiples of 4 rows.
+        let most = (units / 4).div_ceil(self.blocks) * 4;
+        let boxes = Boxes::new(most, halves, along, form);
+        if kind == 0 && boxes.passes > 1 {
+            return refuse("weight", format!("has {n} rows, too many for a residual"));
+        }
+        params.kind = kind;
+        params.units = small("rows of the weight", units)?;
+        params.boxes = small("boxes", along)?;
+        params.groups = boxes.groups as u32;
+        params.box_rows = boxes.rows as u32;
+        params.passes = boxes.passes as u32;
+        aligned("input", stage.input.ptr(), 16)?;
+        let (n, k, box_rows) = (n as u64, k as u64, boxes.rows as u32);
+        let (packed, scales) = (stage.weight.packed(), stage.weight.absmax());
+        params.w_map = TensorMap::tiled(
+            packed,
+            &TensorMapSpec {
+                element: TensorElement::U8,
+                dims: &[k / 2, n, 1],
+                strides: &[k / 2, n * k / 2],
+                box_dims: &[BOX_COLUMNS as u32 / 2, box_rows, 1],
+                swizzle: Swizzle::Bytes64,
+            },
+        )?;
+        params.scale_map = TensorMap::tiled(
+            scales,
+            &TensorMapSpec {
+                element: TensorElement::F32,
+                dims: &[n, k / FOUR_BIT_BLOCK as u64, 1],
+                strides: &[4 * n, 4 * n * k / FOUR_BIT_BLOCK as u64],
+                box_dims: &[box_rows, (BOX_COLUMNS / FOUR_BIT_BLOCK) as u32, 1],
+                swizzle: Swizzle::None,
+            },
+        )?;
+        let chunk = (FOUR_BIT_BLOCK) as u64;
+        params.x_map = TensorMap::tiled(
+            stage.input,
+            &TensorMapSpec {
+                element: TensorElement::Bf16,
+                dims: &[chunk, rows as u64, k / chunk],
+                strides: &[2 * k, 2 * chunk],
+                box_dims: &[chunk as u32, form.columns as u32, 2 * form.x_boxes() as u32],
+                swizzle: Swizzle::Bytes128,
+            },
+        )?;
+        Ok(params)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::QuantType;
+
+    #[test]
+    fn boxes_cover_every_share_and_fit_a_slot() {
+        for form in COLUMNS.map(Form::of) {
+            for halves in [1, 2] {
+                for rows in 1..1500 {
+                    let boxes = Boxes::new(rows, halves, 1 + rows % 80, form);
+                    let side_by_side = boxes.groups / halves;
+                    assert!(side_by_side >= 1 && boxes.groups <= WARPS && WARPS.is_multiple_of(boxes.groups));
+                    assert!(
+                        boxes.rows * side_by_side * boxes.passes >= rows,
+                        "{rows}: {boxes:?}"
+                    );
+                    assert!(boxes.rows.is_multiple_of(8) && boxes.rows <= 8 * form.tiles);
+                    assert!(WARPS / boxes.groups <= form.x_ring);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn shared_memory_fits_a_multiprocessor() {
+        for form in COLUMNS.map(Form::of) {
+            assert!(
+                form.shared_bytes() <= 227 * 1024,
+                "{form:?}: {}",
+                form.shared_bytes()
+            );
+            // Boxes of one warp are at most as far apart as the ring is long.
+            assert!(form.x_ring.is_multiple_of(form.x_boxes()) && form.x_ring >= 4);
+        }
+        assert_eq!(size_of::<StageParams>(), 512);
+        assert_eq!(size_of::<LayerParams>(), 4 * 512 + 192);
+    }
+
+    #[test]
+    fn a_rounded_map_is_nearer_than_rounding_every_value() {
+        for quant_type in [QuantType::Nf4, QuantType::Fp4] {
+            let map = quant_type.map();
+            let (values, scale) = rounded_map(&map);
+            let off = |of: &dyn Fn(usize) -> f32| -> f32 { (0..16).map(|i| (of(i) - map[i]).powi(2)).sum() };
+            let ours = off(&|i| values[i].to_f32() * scale);
+            let plain = off(&|i| bf16::from_f32(map[i]).to_f32());
+            assert!(ours <= 0.4 * plain, "{quant_type:?}: {ours} and {plain}");
+        }
+    }
+}

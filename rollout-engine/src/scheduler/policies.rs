@@ -1,0 +1,170 @@
+//! Which policies sequences are sampled under, and the change between them.
+
+use lora_merge::{ActiveAdapter, PolicyVersion};
+use qwen3_model::MergeMode;
+
+use super::Scheduler;
+use super::sequence::{Sequence, SequenceId};
+use crate::Error;
+use crate::adapters::{NamedPolicy, PolicyUpdate, base_policy};
+use crate::completion::{Event, TokenCompletion};
+use crate::runner::{Runner, SlotPolicy};
+
+impl<R: Runner> Scheduler<R> {
+    /// Changes the policy between two steps. Waits for the steps under way first, which were sampled under the policy
+    /// so far; what they bring about is appended to `events`. Every sequence with a slot then gives its pages back and
+    /// is computed anew, as after a preemption: nothing computed under one policy is used under another. No policy is
+    /// served by name afterwards.
+    ///
+    /// # Errors
+    /// Those of [`Runner::set_adapters`], and [`Error::PolicyInUse`]: the previous policies are in force and requests go on
+    /// under them. An error of a step under way, as from [`Scheduler::step`], gives up all unfinished requests; the policy
+    /// has not changed.
+    pub fn set_adapters(
+        &mut self,
+        active: &[ActiveAdapter],
+        mode: MergeMode,
+        events: &mut Vec<Event<TokenCompletion>>,
+    ) -> Result<PolicyUpdate, Error> {
+        let _span = tracing::info_span!("refresh", adapters = active.len()).entered();
+        self.change_policies(Vec::new(), events, |runner| {
+            let update = runner.set_adapters(active, mode)?;
+            Ok((update.version, update))
+        })
+    }
+
+    /// Serves policies by name, each a set of adapters at run time, in place of all adapters before; requests that name none
+    /// are sampled from the base model. All the rest is as for [`Scheduler::set_adapters`]. A request under way that names a
+    /// policy goes on under the new one of that name.
+    ///
+    /// # Errors
+    /// As for [`Scheduler::set_adapters`], [`Error::InvalidSetting`] for a name that occurs twice, and those of
+    /// [`Runner::serve_policies`].
+    pub fn serve_policies(
+        &mut self,
+        policies: &[(String, Vec<ActiveAdapter>)],
+        events: &mut Vec<Event<TokenCompletion>>,
+    ) -> Result<PolicyUpdate, Error> {
+        let names: Vec<&String> = policies.iter().map(|(name, _)| name).collect();
+        if let Some((_, twice)) = (names.iter().enumerate()).find(|(i, name)| names[..*i].contains(name)) {
+            return Err(Error::InvalidSetting {
+                setting: "policies",
+                value: format!("{twice:?} twice"),
+                advice: "give every policy a name of its own".into(),
+            });
+        }
+        let _span = tracing::info_span!("refresh", policies = policies.len()).entered();
+        let names = names.into_iter().cloned().collect();
+        self.change_policies(names, events, |runner| {
+            let active: Vec<&[ActiveAdapter]> = policies.iter().map(|(_, active)| &active[..]).collect();
+            let update = runner.serve_policies(&active)?;
+            let unnamed = PolicyVersion {
+                number: update.version.number,
+                ..base_policy()
+            };
+            Ok((unnamed, update))
+        })
+    }
+
+    /// `change` gives the version of requests that name no policy, and what it did.
+    fn change_policies(
+        &mut self,
+        names: Vec<String>,
+        events: &mut Vec<Event<TokenCompletion>>,
+        change: impl FnOnce(&mut R) -> Result<(PolicyVersion, PolicyUpdate), Error>,
+    ) -> Result<PolicyUpdate, Error> {
+        loop {
+            match self.collect_step(events) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => {
+                    self.abort_all();
+                    return Err(error);
+                }
+            }
+        }
+        // Where each policy of today is among those to come.
+        let places = self
+            .named
+            .iter()
+            .map(|old| names.iter().position(|name| *name == old.name));
+        let places: Vec<_> = places.collect();
+        let unfinished = self.waiting.iter().chain(&self.running);
+        let gone = unfinished.filter_map(|(id, sequence)| {
+            let policy = sequence.policy?;
+            places[policy].is_none().then_some((id.request, policy))
+        });
+        if let Some((request, policy)) = gone.min() {
+            let name = self.named[policy].name.clone();
+            return Err(Error::PolicyInUse { name, request });
+        }
+        let (unnamed, mut update) = change(&mut self.runner)?;
+        self.policy = unnamed;
+        let version = |sha256| PolicyVersion {
+            number: update.version.number,
+            sha256,
+        };
+        let named = names.into_iter().zip(&update.policies);
+        self.named = named
+            .map(|(name, &sha256)| NamedPolicy {
+                name,
+                version: version(sha256),
+            })
+            .collect();
+        for sequence in self.waiting.values_mut().chain(self.running.values_mut()) {
+            sequence.policy = sequence.policy.and_then(|policy| places[policy]);
+        }
+        self.statistics.policy_changes += 1;
+        self.forget_shared()?;
+        update.continued_requests = self.waiting.values().filter(|s| s.has_new_tokens()).count();
+        let running: Vec<_> = self.running.keys().copied().collect();
+        for id in running {
+            update.continued_requests += 1;
+            // The page table knows every slot of a running sequence: release does not fail.
+            if let Some(mut sequence) = self.release(id)? {
+                sequence.restart();
+                self.waiting.insert(id, sequence);
+            }
+        }
+        tracing::debug!(version = %update.version, continued = update.continued_requests, "policy changed");
+        Ok(update)
+    }
+
+    /// The policy of requests that name none.
+    pub fn policy(&self) -> PolicyVersion {
+        self.policy
+    }
+
+    /// The policies that are served by name.
+    pub fn named_policies(&self) -> &[NamedPolicy] {
+        &self.named
+    }
+
+    /// All policies in force.
+    pub(super) fn versions(&self) -> Vec<PolicyVersion> {
+        let named = self.named.iter().map(|named| named.version);
+        std::iter::once(self.policy).chain(named).collect()
+    }
+
+    pub(super) fn version_of(&self, sequence: &Sequence) -> PolicyVersion {
+        let named = sequence.policy.and_then(|policy| self.named.get(policy));
+        named.map_or(self.policy, |named| named.version)
+    }
+
+    pub(super) fn find_policy(&self, name: &str) -> Result<usize, Error> {
+        let place = self.named.iter().position(|named| named.name == name);
+        place.ok_or_else(|| Error::UnknownPolicy {
+            name: name.into(),
+            known: self.named.iter().map(|named| named.name.clone()).collect(),
+        })
+    }
+
+    /// What the runner is told of a sequence that got a slot.
+    pub(super) fn slot_policy(&self, id: SequenceId) -> Option<SlotPolicy> {
+        let sequence = self.running.get(&id).filter(|_| !self.named.is_empty())?;
+        Some(SlotPolicy {
+            slot: sequence.slot?,
+            policy: sequence.policy,
+        })
+    }
+}

@@ -1,0 +1,186 @@
+//! Policies by name, and weights in 4 bits, through the engine on a GPU: in graphs, several policies in one batch.
+#![cfg(feature = "cuda")]
+
+use std::path::PathBuf;
+
+use rollout_engine::{Completion, DeviceChoice, Engine, MergeMode, Request};
+
+/// Where the reference's two best logits are nearer than this, a bf16 engine may choose the other token.
+const CLOSE: f64 = 0.05;
+const NAMES: [&str; 4] = ["mult-r32", "qv-r8", "lorabias-r4", "dora-r8"];
+
+/// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
+fn repository() -> PathBuf {
+    let built = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+    let places = [built, PathBuf::from("."), PathBuf::from("..")];
+    let found = places
+        .into_iter()
+        .find(|place| place.join("fixtures/golden").is_dir());
+    found.expect("run this in the repository, which holds fixtures/golden")
+}
+
+fn adapter(name: &str) -> PathBuf {
+    repository().join("fixtures/adapters").join(name)
+}
+
+fn engine(model: &str, batch: usize) -> Engine {
+    Engine::builder()
+        .model(repository().join(model))
+        .device(DeviceChoice::Cuda(0))
+        .max_batch_size(batch)
+        .n_pages(1 + batch * 8)
+        .max_seq_length(512)
+        .max_prefill_tokens(1024)
+        .merge_mode(MergeMode::Unmerged)
+        .build()
+        .expect("builds")
+}
+
+struct Golden {
+    prompt: Vec<u32>,
+    completion: Vec<u32>,
+    gap: f64,
+}
+
+fn golden(name: &str) -> Vec<Golden> {
+    let path = repository().join(format!("fixtures/golden/greedy-{name}.json"));
+    let cases: Vec<serde_json::Value> =
+        serde_json::from_slice(&std::fs::read(path).expect("readable")).expect("JSON");
+    let ids = |value: &serde_json::Value| -> Vec<u32> { serde_json::from_value(value.clone()).expect("ids") };
+    let case = |case: &serde_json::Value| Golden {
+        prompt: ids(&case["prompt_ids"]),
+        completion: ids(&case["completion_ids"]),
+        gap: case["min_top2_logit_gap"].as_f64().expect("a gap"),
+    };
+    cases.iter().map(case).collect()
+}
+
+fn all(engine: &mut Engine, requests: &[Request]) -> Vec<Completion> {
+    let results = engine.generate(requests).expect("runs");
+    results
+        .into_iter()
+        .map(|result| result.expect("completes"))
+        .collect()
+}
+
+/// Sure completions are equal, and most of all.
+fn agree(name: &str, golden: &[Golden], completions: &[Completion]) {
+    let mut equal = 0;
+    for (case, completion) in golden.iter().zip(completions) {
+        let same = completion.token_ids == case.completion;
+        equal += usize::from(same);
+        assert!(
+            same || case.gap <= 2.0 * CLOSE,
+            "{name}: a sure completion differs"
+        );
+    }
+    eprintln!("{name}: {equal} of {} equal", golden.len());
+    assert!(
+        2 * equal > golden.len(),
+        "{name}: only {equal} of {} are equal",
+        golden.len()
+    );
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn policies_of_one_batch_are_those_of_being_alone() {
+    let mut together = engine("rollout-engine/models/tiny-qwen3-math", 32);
+    together
+        .serve_policies(NAMES.map(|name| (name, adapter(name))))
+        .expect("serves");
+    let goldens = NAMES.map(golden);
+    let least = goldens.iter().map(Vec::len).min().expect("some");
+    let mut requests = Vec::new();
+    for i in 0..least {
+        for (name, golden) in NAMES.into_iter().zip(&goldens) {
+            let request = Request::token_ids(golden[i].prompt.clone()).max_new_tokens(400);
+            requests.push(request.policy(name));
+        }
+        // And the base among them.
+        requests.push(Request::token_ids(goldens[0][i].prompt.clone()).max_new_tokens(60));
+    }
+    let got = all(&mut together, &requests);
+    let of = |i: usize| -> Vec<Completion> { got.iter().skip(i).step_by(NAMES.len() + 1).cloned().collect() };
+    for (i, name) in NAMES.into_iter().enumerate() {
+        let mine = of(i);
+        agree(name, &goldens[i][..least], &mine);
+        let version = together.named_policies()[i].version;
+        assert!(
+            mine.iter()
+                .all(|c| c.policies.len() == 1 && c.policies[0].version == version)
+        );
+        let mut alone = engine("rollout-engine/models/tiny-qwen3-math", 32);
+        alone.load_adapter(adapter(name)).expect("loads");
+        let requests: Vec<_> = goldens[i][..least]
+            .iter()
+            .map(|case| Request::token_ids(case.prompt.clone()).max_new_tokens(400))
+            .collect();
+        let same = all(&mut alone, &requests);
+        let equal = same
+            .iter()
+            .zip(&mine)
+            .filter(|(a, b)| a.token_ids == b.token_ids)
+            .count();
+        eprintln!("{name}: {equal} of {least} as alone");
+        assert!(10 * equal >= 8 * least, "{name}: {equal} of {least} as alone");
+    }
+    let base: Vec<_> = requests
+        .iter()
+        .skip(NAMES.len())
+        .step_by(NAMES.len() + 1)
+        .cloned()
+        .collect();
+    let alone = all(&mut engine("rollout-engine/models/tiny-qwen3-math", 32), &base);
+    let same = alone
+        .iter()
+        .zip(&of(NAMES.len()))
+        .filter(|(a, b)| a.token_ids == b.token_ids)
+        .count();
+    assert!(10 * same >= 8 * least, "base: {same} of {least}");
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn golden_completions_of_weights_in_4_bits() {
+    for batch in [1, 8, 16, 32, 64] {
+        let mut engine = engine("fixtures/tiny-qwen3-math-bnb-nf4", batch);
+        for name in ["nf4", "nf4+mult-r32", "nf4"] {
+            match name.split_once('+') {
+                Some((_, name)) => drop(engine.load_adapter(adapter(name)).expect("loads")),
+                None => drop(engine.unload_adapters().expect("unloads")),
+            }
+            let mut golden = golden(name);
+            golden.truncate(if batch == 1 { 4 } else { 64 });
+            let requests: Vec<_> = golden
+                .iter()
+                .map(|case| Request::token_ids(case.prompt.clone()).max_new_tokens(400))
+                .collect();
+            let completions = all(&mut engine, &requests);
+            agree(&format!("{name}, batch {batch}"), &golden, &completions);
+        }
+        if batch > 1 {
+            engine
+                .serve_policies([("mult", adapter("mult-r32")), ("qv", adapter("qv-r8"))])
+                .expect("serves");
+            let (base, adapted) = (golden("nf4"), golden("nf4+mult-r32"));
+            let prompt = |case: &Golden| Request::token_ids(case.prompt.clone()).max_new_tokens(400);
+            let mut requests = Vec::new();
+            for (base, adapted) in base.iter().zip(&adapted) {
+                requests.extend([
+                    prompt(base),
+                    prompt(adapted).policy("mult"),
+                    prompt(adapted).policy("qv"),
+                ]);
+            }
+            let got = all(&mut engine, &requests);
+            let of = |i: usize| -> Vec<Completion> { got.iter().skip(i).step_by(3).cloned().collect() };
+            agree(&format!("base beside others, batch {batch}"), &base, &of(0));
+            agree(
+                &format!("an adapter beside others, batch {batch}"),
+                &adapted,
+                &of(1),
+            );
+        }
+    }
+}
