@@ -7,10 +7,12 @@ forced, and by this project:
 
   fixed     random token sequences, scored by the prefill path      (--hook, a test binary)
   decoded   greedy completions, scored while decoding with graphs   (--rollout, the command)
+  sampled   completions sampled at temperature 1, in groups of four (--rollout), scored by transformers
+            afterwards as a trainer would
 
-With --tiny the bundled model is compared on the CPU instead: completions sampled at temperature 1,
-four of each of --tiny-prompts products in words that the model was not trained with (of what it was
-trained with it is sure, which hides differences), scored by transformers afterwards as a trainer would.
+With --tiny the bundled model is compared instead, on the --device given: completions sampled at
+temperature 1, four of each of --tiny-prompts products in words that the model was not trained with (of
+what it was trained with it is sure, which hides differences).
 
 The claim that is checked: mean |log-prob - float32| of this project is no larger than that of
 transformers in bfloat16. Exit status 1 if it is.
@@ -113,19 +115,15 @@ def compare(title: str, folder: pathlib.Path, sequences: list[dict], device: str
     return good
 
 
-def tiny(options: argparse.Namespace) -> bool:
-    """Sampled completions of the bundled model on the CPU."""
-    root = pathlib.Path(__file__).resolve().parent.parent
-    options.work.mkdir(parents=True, exist_ok=True)
-    source, target = options.work / "tiny-prompts.jsonl", options.work / "tiny-completions.jsonl"
-    problems = [f"What is {100 + i * 271 % 900} times {3 + i % 7}?" for i in range(options.tiny_prompts)]
-    lines = [json.dumps(dict(messages=[dict(role="user", content=problem)])) + "\n" for problem in problems]
-    source.write_text("".join(lines))
+def sampled(options: argparse.Namespace, title: str, folder: pathlib.Path, prompts: list[dict], device: str) -> bool:
+    """Four completions of each prompt, sampled at temperature 1."""
+    source, target = options.work / "sampled-prompts.jsonl", options.work / "sampled-completions.jsonl"
+    source.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     target.unlink(missing_ok=True)
-    folder = root / "rollout-engine" / "models" / "tiny-qwen3-math"
     command = [
-        str(options.rollout), "generate", "--model", str(folder), "--device", "cpu", "--quiet",
+        str(options.rollout), "generate", "--model", str(folder), "--device", device, "--quiet",
         "--prompts", str(source), "--output", str(target), "--max-new-tokens", str(options.new_tokens),
+        "--max-batch-size", "64", "--max-seq-length", "1024",
         "--temperature", "1", "-n", "4", "--seed", str(options.seed),
     ]  # fmt: skip
     subprocess.run(command, check=True)
@@ -133,8 +131,18 @@ def tiny(options: argparse.Namespace) -> bool:
     for line in target.read_text().splitlines():
         row = json.loads(line)
         sequences.append(dict(prompt=row["prompt_token_ids"], completion=row["token_ids"], logprobs=row["logprobs"]))
-    title = f"{len(sequences)} sampled completions of the bundled model on the CPU"
-    return compare(title, folder, sequences, "cpu")
+    return compare(f"{len(sequences)} {title}", folder, sequences, "cpu" if device == "cpu" else "cuda")
+
+
+def tiny(options: argparse.Namespace) -> bool:
+    """Sampled completions of the bundled model."""
+    root = pathlib.Path(__file__).resolve().parent.parent
+    options.work.mkdir(parents=True, exist_ok=True)
+    problems = [f"What is {100 + i * 271 % 900} times {3 + i % 7}?" for i in range(options.tiny_prompts)]
+    prompts = [dict(messages=[dict(role="user", content=problem)]) for problem in problems]
+    folder = root / "rollout-engine" / "models" / "tiny-qwen3-math"
+    title = f"sampled completions of the bundled model on {options.device}"
+    return sampled(options, title, folder, prompts, options.device)
 
 
 def main() -> int:
@@ -142,7 +150,8 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--hook", type=pathlib.Path, help="test binary gpu_compare of qwen3-model")
     parser.add_argument("--rollout", type=pathlib.Path, help="the rollout command")
-    parser.add_argument("--tiny", action="store_true", help="compare the bundled model on the CPU; needs --rollout")
+    parser.add_argument("--tiny", action="store_true", help="compare the bundled model; needs --rollout")
+    parser.add_argument("--device", default="cpu", help="where --tiny computes: cpu or cuda:0")
     parser.add_argument("--tiny-prompts", type=int, default=16, help="prompts for --tiny, four completions each")
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/compare-transformers"))
     parser.add_argument("--sequences", type=int, default=16)
@@ -151,13 +160,13 @@ def main() -> int:
     options = parser.parse_args()
     if not options.hook and not options.rollout:
         parser.error("give --hook, --rollout or both")
+    # float32 means float32: no tf32 in the reference.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     if options.tiny:
         if not options.rollout:
             parser.error("--tiny needs --rollout")
         return 0 if tiny(options) else 1
-    # float32 means float32: no tf32 in the reference.
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
 
     folder = options.work / f"random-qwen3-{options.shape}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,6 +209,8 @@ def main() -> int:
             row = json.loads(line)
             decoded.append(dict(prompt=row["prompt_token_ids"], completion=row["token_ids"], logprobs=row["logprobs"]))
         good &= compare("greedy completions, decode path", folder, decoded)
+        lines = [dict(id=str(i), prompt_token_ids=prompt) for i, prompt in enumerate(prompts)]
+        good &= sampled(options, "sampled completions of the random model", folder, lines, "cuda:0")
     return 0 if good else 1
 
 

@@ -31,6 +31,13 @@ __device__ __forceinline__ u32 arrive_release(u32* count) {
   return before;
 }
 
+// The count as it is now; what was released before it is seen after a fence.
+__device__ __forceinline__ u32 load_relaxed(const u32* count) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void fence_acquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Loads that see what other blocks of this launch wrote before a fence (the first-level cache is not coherent).

@@ -13,7 +13,7 @@
 // several, each block leaves its part in `partial`, and the block that arrives last adds the parts in the order of the
 // splits. Arriving costs no wait: a block asks the row's counter how many came before it, goes on with its next item, and
 // merges after that one. The order of every sum depends on the row's length and on the tokens of a split only: not on the
-// other rows, the grid or the pages.
+// other rows, the grid or the pages; unless rows share a prefix, see decode_shared.cuh.
 //
 // Compile-time: HEAD_DIM, N_TILES (1 or 2), STAGES, WARPS.
 #pragma once
@@ -31,13 +31,19 @@ struct DecodeParams {
   bf16* out;                // [rows, heads, D]
   float* lse;               // [rows, heads] or null
   const DecodeItem* items;  // of decode_plan
-  const int* n_items;
+  const int* n_items;       // [2]: items, shared items
+  const SharedItem* shared_items;
+  const int* row_splits;    // [rows]: splits of each row, those of its shared prefix included
+  const int* row_lengths;   // [rows]: tokens that each row sees
+  const RowShare* row_shares;  // [rows]
+  u32* shared_arrived;      // [rows, kv_heads, 2], 0 between launches: parts of a piece that are there; rows that have read them
   float* partial;           // [rows, kv_heads, max_splits, group, D]
   float2* partial_sums;     // [rows, kv_heads, max_splits, group]: maximum, sum
   u32* arrived;             // [rows, kv_heads], 0 between launches
   Paging paging;
   i64 q_row_stride;
   int rows, heads, kv_heads, group, max_splits;
+  int fixed;  // as in the plan
   float scale;
   const Captures* captures;  // null without functions
 };
@@ -128,10 +134,18 @@ __device__ __forceinline__ void decode_load_query(u32 (&q)[N_TILES][HEAD_DIM / 1
   }
 }
 
+__device__ __forceinline__ RowShare load_share(const DecodeParams& p, int row) {
+  const int4 a = __ldg(reinterpret_cast<const int4*>(p.row_shares + row));
+  RowShare share;
+  share.piece = a.x, share.parts = a.y, share.rows = a.z, share.unused = 0;
+  return share;
+}
+
 // A row whose split this block has written out: whether it was the last one to arrive is learnt an item later.
 struct PendingRow {
   int row, head, splits;  // splits <= 1: there is nothing to merge
   u32 arrived_before;     // in thread 0
+  RowShare share;         // likewise
 };
 
 // The running sum of one warp: heads 8 n + 2 t and the next; elements 16 m + g and 16 m + g + 8.
@@ -240,10 +254,10 @@ __device__ __forceinline__ void add_weighted(float4& sum, const float4& x, float
 // those of MERGE_SPLITS splits are asked for together, so that a row costs one wait for memory for every so many.
 constexpr int MERGE_SPLITS = 16;
 
-__device__ __forceinline__ void decode_merge_splits(const DecodeParams& p, const PendingRow& row, int thread) {
+__device__ __forceinline__ void decode_merge_splits(const DecodeParams& p, const PendingRow& row, int thread, int threads) {
   const i64 base = ((i64)row.row * p.kv_heads + row.head) * p.max_splits * p.group;
   constexpr int VECTORS = HEAD_DIM / 4;
-  for (int u = thread; u < p.group * VECTORS; u += DECODE_THREADS) {
+  for (int u = thread; u < p.group * VECTORS; u += threads) {
     const int in_group = u / VECTORS, column = u % VECTORS * 4;
     const float2* softmax = p.partial_sums + base + in_group;
     const float* sums = p.partial + (base + in_group) * HEAD_DIM + column;
@@ -282,13 +296,36 @@ __device__ __forceinline__ void decode_merge_splits(const DecodeParams& p, const
   }
 }
 
-// Says in `flag`, after the next barrier, whether this block's split was the last of the pending row to arrive.
+__device__ __forceinline__ u32* shared_count(const DecodeParams& p, const RowShare& share, int head) {
+  return p.shared_arrived + ((i64)share.piece * p.kv_heads + head) * 2;
+}
+
+// Until all parts of a shared prefix are there; an acquiring fence must follow. By one thread.
+__device__ __forceinline__ void wait_for_shared(const DecodeParams& p, const RowShare& share, int head) {
+  const u32* count = shared_count(p, share, head);
+  while (load_relaxed(count) < (u32)share.parts) {
+  }
+}
+
+// A row needs the count no more. The last one makes it ready for the next launch.
+__device__ __forceinline__ void leave_shared(const DecodeParams& p, const RowShare& share, int head) {
+  u32* count = shared_count(p, share, head);
+  if (arrive_release(count + 1) == (u32)share.rows - 1) count[0] = 0, count[1] = 0;
+}
+
+// Says in `flag`, after the next barrier, whether this block's split was the last of the pending row to arrive. If the row
+// shares a prefix the block then waits for its parts: shared items come first in every block, so that they are there or under
+// way, and wait for nothing.
 __device__ __forceinline__ void decode_settle_arrival(const DecodeParams& p, const PendingRow& row, u32* flag, int thread) {
   if (thread != 0 || row.splits <= 1) return;
-  const bool last = row.arrived_before == (u32)row.splits - 1;
+  const bool last = row.arrived_before == (u32)(row.splits - row.share.parts) - 1;
   if (last) {
-    fence_acquire();                                         // the other blocks' parts are seen after the barrier
     p.arrived[(i64)row.row * p.kv_heads + row.head] = 0;  // ready for the next launch
+    if (row.share.parts > 0) {
+      wait_for_shared(p, row.share, row.head);
+      leave_shared(p, row.share, row.head);
+    }
+    fence_acquire();  // the other blocks' parts are seen after the barrier
   }
   *flag = last;
 }
@@ -297,15 +334,55 @@ __device__ __forceinline__ u32* decode_flag(const DecodeParams& p, unsigned char
   return reinterpret_cast<u32*>(shared + RING_BYTES + WARPS * p.group * PASS_STRIDE * 4 + WARPS * MAX_HEADS * 8) + WARPS * STAGES;
 }
 
+// Puts the parts of a row's shared prefix before its own sum, in the order and with the roundings of decode_merge_splits.
+__device__ __forceinline__ void decode_join_shared(const DecodeParams& p, int row, int head, int in_group, int column, int parts,
+                                                   float& maximum, float& total, float4& sum) {
+  const i64 base = ((i64)row * p.kv_heads + head) * p.max_splits * p.group + in_group;
+  float2 part[SHARED_SPLITS];
+  float4 x[SHARED_SPLITS];
+#pragma unroll
+  for (int i = 0; i < SHARED_SPLITS; i++) {
+    part[i] = make_float2(NEG_INFINITY, 0.f);
+    x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (i < parts) {
+      part[i] = load_coherent(p.partial_sums + base + i * p.group);
+      x[i] = load_coherent(reinterpret_cast<const float4*>(p.partial + (base + (i64)i * p.group) * HEAD_DIM + column));
+    }
+  }
+  float larger = maximum;
+#pragma unroll
+  for (int i = 0; i < SHARED_SPLITS; i++) larger = fmaxf(larger, part[i].x);
+  const float relative_to = finite_maximum(larger), own = exp2_approx(maximum - relative_to);
+  const float own_total = total;
+  const float4 own_sum = sum;
+  total = 0.f;
+  sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int i = 0; i < SHARED_SPLITS; i++) {
+    const float weight = exp2_approx(part[i].x - relative_to);
+    total = fmaf(part[i].y, weight, total);
+    add_weighted(sum, x[i], weight);
+  }
+  total = fmaf(own_total, own, total);
+  add_weighted(sum, own_sum, own);
+  maximum = larger;
+}
+
 // Adds the warps' sums and hands the item's result on. `pending` is the row of the item before, which is merged here if
 // this block brought its last split, and becomes this item's row.
 __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeParams& p, const DecodeItem& item, int head,
-                                                   PendingRow& pending, unsigned char* shared, int warp, int lane, int barrier) {
+                                                   const RowShare& share, PendingRow& pending, unsigned char* shared, int warp, int lane, int barrier) {
   float* sums = reinterpret_cast<float*>(shared + RING_BYTES);
   float2* softmax = reinterpret_cast<float2*>(sums + WARPS * p.group * PASS_STRIDE);
   u32* flag = decode_flag(p, shared);
   const int g = lane >> 2, t = lane & 3, thread = warp * 32 + lane;
   decode_settle_arrival(p, pending, flag, thread);
+  // The only split of the row's own tokens takes the parts of its shared prefix in at once.
+  const bool joins = share.parts > 0 && item.splits == share.parts + 1;
+  if (joins && thread == 0) {
+    wait_for_shared(p, share, head);
+    fence_acquire();
+  }
 #pragma unroll
   for (int n = 0; n < N_TILES; n++) {
 #pragma unroll
@@ -348,7 +425,8 @@ __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeP
         add_weighted(sum, x, weight);
       }
       const int at = pass * PASS_COLUMNS + column, h = head * p.group + in_group;
-      if (item.splits == 1) {
+      if (joins) decode_join_shared(p, item.row, head, in_group, at, share.parts, maximum, total, sum);
+      if (item.splits == 1 || joins) {
         store_output(p, item.row, h, at, sum, inverse_sum(total));
         if (p.lse && at == 0) p.lse[(i64)item.row * p.heads + h] = log_sum_exp(maximum, total);
       } else if (item.splits > 1) {
@@ -361,17 +439,29 @@ __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeP
   const bool merge = pending.splits > 1 && *flag;
   stage_barrier(barrier, DECODE_THREADS);
   const PendingRow before = pending;
-  pending.row = item.row, pending.head = head, pending.splits = item.splits;
+  pending.row = item.row, pending.head = head, pending.splits = joins ? 0 : item.splits;
   // The barrier has put the parts of all threads before this; the answer travels during the next item.
-  if (thread == 0 && item.splits > 1) pending.arrived_before = arrive_release(p.arrived + (i64)item.row * p.kv_heads + head);
-  if (merge) decode_merge_splits(p, before, thread);
+  if (thread == 0 && joins) leave_shared(p, share, head);
+  if (thread == 0 && pending.splits > 1) {
+    pending.arrived_before = arrive_release(p.arrived + (i64)item.row * p.kv_heads + head);
+    pending.share = share;
+  }
+  if (merge) decode_merge_splits(p, before, thread, DECODE_THREADS);
 }
+
+#include "decode_shared.cuh"
 
 // The whole stage for block `block` of `blocks`. `barrier`: a named barrier of the WARPS warps that run the stage.
 __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, unsigned char* shared, int block, int blocks,
                                                        int barrier) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int total = *p.n_items * p.kv_heads;
+  const int total = p.n_items[0] * p.kv_heads;
+  // Shared items come first in one numbering of all work, which the blocks take in turn.
+  const int shared_total = p.n_items[1] * p.kv_heads;
+  if (shared_total > 0) {
+    decode_shared_stage(p, shared, block, blocks, barrier, shared_total);
+    block = (block + blocks - shared_total % blocks) % blocks;
+  }
   if (block >= total) return;
   const u32 ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
   int* valid = reinterpret_cast<int*>(shared + RING_BYTES + WARPS * p.group * PASS_STRIDE * 4 + WARPS * MAX_HEADS * 8) + warp * STAGES;
@@ -392,6 +482,8 @@ __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, un
   PendingRow pending;
   pending.row = pending.head = pending.splits = 0;
   pending.arrived_before = 0;
+  pending.share = no_share();
+  RowShare share = load_share(p, item.row);
   int stage = 0;
   for (int work = block; work < total; work += blocks) {
     const int head = work % p.kv_heads;
@@ -409,14 +501,15 @@ __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, un
     }
     // The next query travels while this item is summed up.
     if (more) decode_load_query(q, p, next, (work + blocks) % p.kv_heads, lane);
-    decode_finish_item(state, p, item, head, pending, shared, warp, lane, barrier);
+    decode_finish_item(state, p, item, head, share, pending, shared, warp, lane, barrier);
     item = next;
+    if (more) share = load_share(p, item.row);
   }
   if (pending.splits > 1) {
     u32* flag = decode_flag(p, shared);
     decode_settle_arrival(p, pending, flag, warp * 32 + lane);
     stage_barrier(barrier, DECODE_THREADS);
-    if (*flag) decode_merge_splits(p, pending, warp * 32 + lane);
+    if (*flag) decode_merge_splits(p, pending, warp * 32 + lane, DECODE_THREADS);
   }
   wait_copies<0>();
 }

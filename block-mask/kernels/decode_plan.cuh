@@ -7,6 +7,17 @@
 //
 // A row is cut into splits of `min_split << class` tokens with the smallest class that needs at most `max_splits`: the
 // cut depends on the row's own length and `min_split` only, so a row's sum has the same order beside any other rows.
+// Rows whose page tables start with the same pages may share them: siblings of a group, or requests with one system prompt.
+// They must be neighbours. Their common prefix becomes shared items, cut into at most SHARED_SPLITS parts, as many as give
+// every block one, and the row's own splits start behind it:
+//
+//   row  slot  length           shared items (rows, part)          items (row, split)
+//    0    3     300   ────┐
+//    1    4     290   ────┴▶   (0..2, tokens 0..128), (0..2, 128..256)   (0, 256..300, 2 of 3)  (1, 256..290, 2 of 3)
+//
+// With `fixed` every row is made of shared items, of up to `shared_rows` neighbours with one slot: the tokens of a prompt, or
+// a single row. A cut lies at every multiple of `min_split`, whatever the row's length.
+//
 // Long items come first, which evens out the blocks that take them in turn: classes from the longest on, of each class the
 // whole splits, then the rests of rows in REST_BINS bins.
 #pragma once
@@ -20,38 +31,203 @@ struct DecodeItem {
   int position;       // logical position of the query: length - 1
 };
 
+// A part of a prefix for rows first_row .. first_row + rows, read through the page table of `slot`.
+struct SharedItem {
+  int first_row, rows, slot;
+  int split;       // which part: of every row's splits the one with this number
+  int start, end;  // tokens, start a multiple of 16
+  int piece;       // number of the rows that share, for counting its parts
+  int unused;
+};
+
+// What a row shares: the piece it belongs to, its parts and its rows; no parts for a row that shares nothing.
+struct RowShare {
+  int piece, parts, rows, unused;
+};
+
+__device__ __forceinline__ RowShare no_share() {
+  RowShare none;
+  none.piece = none.parts = none.rows = none.unused = 0;
+  return none;
+}
+
 struct DecodePlanParams {
-  const int* slots;    // [rows]
-  const int* lengths;  // [rows], tokens visible to the row minus `length_offset`
-  DecodeItem* items;   // [rows * max_splits]
-  int* n_items;        // [1]
+  const int* slots;     // [rows]
+  const int* lengths;   // [rows], tokens visible to the row minus `length_offset`
+  DecodeItem* items;    // [rows * max_splits]
+  SharedItem* shared;   // [rows * SHARED_SPLITS], or [rows * max_splits] with `fixed`
+  int* row_splits;      // [rows]
+  int* row_lengths;     // [rows]
+  RowShare* row_shares; // [rows]
+  int* n_items;         // [2]: items, shared items
+  const int* table;     // [n_slots, max_pages]; null: nothing is shared
+  int max_pages, page_shift;
+  int shared_rows;      // rows that a shared item takes at most
+  int shared_tokens;    // a prefix has at least so many
+  int fixed;            // 1: all rows in the one form that depends on nothing but the row
+  int shared_blocks;    // blocks of the launch over KV heads: how many parts all prefixes together should have
   int rows, n_slots;
-  int max_length;      // max_pages * page_size
-  int length_offset;   // 1 when `lengths` holds the position of the row's newest token
-  int min_split;       // a multiple of 16
-  int max_splits, n_classes;
-  int window;          // 0 = none; else a query at p sees p - window < kv
+  int max_length;       // max_pages * page_size
+  int length_offset;    // 1 when `lengths` holds the position of the row's newest token
+  int min_split;        // a multiple of 16
+  int max_splits, n_classes;  // of a row's own tokens
+  int window;           // 0 = none; else a query at p sees p - window < kv
 };
 
 constexpr int PLAN_THREADS = 256;
 constexpr int REST_BINS = 4;
+// Steps of more rows share nothing.
+constexpr int MAX_SHARING_ROWS = 1024;
+// Parts of a prefix at most, and the fewest tokens of one.
+constexpr int SHARED_SPLITS = 8;
+constexpr int SHARED_SPLIT_TOKENS = 128;
+// Sharing must save at least so many tokens' keys and values for each KV head: the parts cost stores and sums.
+constexpr int SHARED_MIN_SAVED = 512;
 
 struct DecodeRow {
   int slot, length, first, start, split_class, splits;
+  int shared;  // splits of the shared prefix: the row's own come after them
 };
 
-__device__ __forceinline__ DecodeRow decode_row(const DecodePlanParams& p, int row) {
-  DecodeRow r;
-  r.slot = p.slots[row];
-  r.length = p.lengths[row] + p.length_offset;
-  if (r.slot <= 0 || r.slot >= p.n_slots || r.length < 0) {  // a padded row
-    r.slot = 0;
-    r.length = 0;
+// A row's slot and its tokens; slot 0 and no tokens for a padded row.
+__device__ __forceinline__ int2 plan_row(const DecodePlanParams& p, int row) {
+  int slot = p.slots[row], length = p.lengths[row] + p.length_offset;
+  if (slot <= 0 || slot >= p.n_slots || length < 0) slot = length = 0;
+  return make_int2(slot, length < p.max_length ? length : p.max_length);
+}
+
+// Tokens of a part of a prefix where `enough` would give every block one.
+__device__ __forceinline__ int shared_split(int prefix, int enough) {
+  const int least = (prefix + SHARED_SPLITS - 1) / SHARED_SPLITS;
+  int split = enough > least ? enough : least;
+  if (split < SHARED_SPLIT_TOKENS) split = SHARED_SPLIT_TOKENS;
+  return (split + 31) & ~31;
+}
+
+// Whole pages that `row` and the row before it have in common, by a warp.
+__device__ __forceinline__ int common_pages(const DecodePlanParams& p, int row, int lane) {
+  const int2 a = plan_row(p, row - 1), b = plan_row(p, row);
+  const int pages = (a.y < b.y ? a.y : b.y) >> p.page_shift;
+  const int *x = p.table + (i64)a.x * p.max_pages, *y = p.table + (i64)b.x * p.max_pages;
+  for (int first = 0; first < pages; first += 32) {
+    const int i = first + lane;
+    const bool same = i < pages && x[i] == y[i] && x[i] > 0;
+    const u32 other = __ballot_sync(0xffffffffu, !same);
+    if (other) return first + __ffs((int)other) - 1;
   }
-  if (r.length > p.max_length) r.length = p.max_length;
+  return pages;
+}
+
+// Finds the rows that share, makes the shared items and leaves what each row shares in `prefix`, tokens, and row_shares.
+// `common` is scratch. Both have MAX_SHARING_ROWS elements, of which those of the step's rows are set. `counts`: shared items,
+// pieces, tokens of all pieces.
+__device__ __forceinline__ void plan_shared(const DecodePlanParams& p, int* common, int* prefix, int* counts) {
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  if (thread < 3) counts[thread] = 0;
+  bool any = false;
+  for (int row = thread; row < p.rows; row += PLAN_THREADS) {
+    prefix[row] = 0;
+    p.row_shares[row] = no_share();
+    bool same = false;
+    if (row > 0) {
+      const int2 a = plan_row(p, row - 1), b = plan_row(p, row);
+      const int length = a.y < b.y ? a.y : b.y;
+      if (a.x != 0 && b.x != 0 && a.x != b.x && length >= p.shared_tokens) {
+        const int page = p.table[(i64)a.x * p.max_pages];
+        same = page > 0 && page == p.table[(i64)b.x * p.max_pages];
+      }
+    }
+    common[row] = same;
+    any = any || same;
+  }
+  if (!__syncthreads_or(any)) return;
+  for (int row = warp; row < p.rows; row += PLAN_THREADS / 32) {
+    if (!common[row]) continue;
+    const int tokens = common_pages(p, row, lane) << p.page_shift;
+    __syncwarp();
+    if (lane == 0) common[row] = tokens >= p.shared_tokens ? tokens : 0;
+  }
+  __syncthreads();
+  // A row starts a group if it shares nothing with the row before it, or much less than its neighbours share. A group is
+  // cut into pieces of about equal numbers of rows.
+  for (int pass = 0; pass < 2; pass++) {
+    for (int first = thread; first < p.rows; first += PLAN_THREADS) {
+      auto starts = [&](int row) {
+        const int own = 2 * common[row];
+        return own == 0 || own < common[row - 1] || (row + 1 < p.rows && own < common[row + 1]);
+      };
+      if (!starts(first)) continue;
+      int end = first + 1, tokens = p.max_length;
+      for (; end < p.rows && !starts(end); end++) tokens = tokens < common[end] ? tokens : common[end];
+      const int rows = end - first, pieces = (rows + p.shared_rows - 1) / p.shared_rows, piece = (rows + pieces - 1) / pieces;
+      for (int row = first; row < end; row += piece) {
+        const int n = end - row < piece ? end - row : piece;
+        if (n < 2 || (i64)(n - 1) * tokens < SHARED_MIN_SAVED) continue;
+        if (pass == 0) {
+          atomicAdd(reinterpret_cast<u32*>(counts + 2), (u32)tokens);
+          continue;
+        }
+        const int split = shared_split(tokens, (counts[2] + p.shared_blocks - 1) / p.shared_blocks);
+        const int parts = (tokens + split - 1) / split;
+        const int at = (int)atomicAdd(reinterpret_cast<u32*>(counts), (u32)parts);
+        RowShare share;
+        share.piece = (int)atomicAdd(reinterpret_cast<u32*>(counts + 1), 1u);
+        share.parts = parts, share.rows = n, share.unused = 0;
+        const int slot = plan_row(p, row).x;
+        for (int i = 0; i < parts; i++) {
+          SharedItem item;
+          item.first_row = row, item.rows = n, item.slot = slot, item.split = i;
+          item.start = i * split, item.end = tokens < item.start + split ? tokens : item.start + split;
+          item.piece = share.piece, item.unused = 0;
+          p.shared[at + i] = item;
+        }
+        for (int i = 0; i < n; i++) prefix[row + i] = tokens, p.row_shares[row + i] = share;
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// The items of all rows that see anything, with `fixed`.
+__device__ __forceinline__ void plan_fixed(const DecodePlanParams& p, int* n_shared) {
+  if (threadIdx.x == 0) *n_shared = 0;
+  __syncthreads();
+  for (int first = threadIdx.x; first < p.rows; first += PLAN_THREADS) {
+    const int2 of = plan_row(p, first);
+    auto follows = [&](int2 row) { return row.x == of.x && row.y > 0; };
+    if (of.y == 0 || (first % p.shared_rows != 0 && follows(plan_row(p, first - 1)))) continue;
+    int end = first + 1, length = of.y;
+    for (; end < p.rows && end % p.shared_rows != 0; end++) {
+      const int2 row = plan_row(p, end);
+      if (!follows(row)) break;
+      length = length > row.y ? length : row.y;
+    }
+    const int parts = (length + p.min_split - 1) / p.min_split;
+    const int at = (int)atomicAdd(reinterpret_cast<u32*>(n_shared), (u32)parts);
+    for (int i = 0; i < parts; i++) {
+      SharedItem item;
+      item.first_row = first, item.rows = end - first, item.slot = of.x, item.split = i;
+      item.start = i * p.min_split, item.end = length < item.start + p.min_split ? length : item.start + p.min_split;
+      item.piece = item.unused = 0;
+      p.shared[at + i] = item;
+    }
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ DecodeRow decode_row(const DecodePlanParams& p, int row, int prefix) {
+  DecodeRow r;
+  const int2 of = plan_row(p, row);
+  r.slot = of.x, r.length = of.y;
+  r.shared = prefix > 0 ? p.row_shares[row].parts : 0;
   r.first = p.window > 0 && r.length > p.window ? r.length - p.window : 0;
-  r.start = r.first & ~15;
+  r.start = prefix > 0 ? prefix : r.first & ~15;
   r.split_class = 0;
+  if (p.fixed && r.length > 0) {
+    r.split_class = -1;  // no items of its own
+    r.splits = (r.length + p.min_split - 1) / p.min_split;
+    return r;
+  }
   int n = r.length - r.start, split = p.min_split;
   while (r.split_class + 1 < p.n_classes && (n + split - 1) / split > p.max_splits) {
     split *= 2;
@@ -62,13 +238,31 @@ __device__ __forceinline__ DecodeRow decode_row(const DecodePlanParams& p, int r
   return r;
 }
 
+// Shared memory of a plan, in words.
+constexpr int PLAN_WORDS = PLAN_THREADS / 32 + 4 + 2 * MAX_SHARING_ROWS;
+
 // One block of PLAN_THREADS threads.
-__device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int* shared /* PLAN_THREADS / 32 + 1 */) {
+__device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int* shared /* PLAN_WORDS */) {
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int base = 0;
+  int* n_shared = shared + PLAN_THREADS / 32;
+  int* prefix = n_shared + 4;
+  const bool sharing = p.table && p.rows <= MAX_SHARING_ROWS && !p.fixed;
+  if (p.fixed) plan_fixed(p, n_shared);
+  if (sharing) {
+    plan_shared(p, prefix + MAX_SHARING_ROWS, prefix, n_shared);
+  } else {
+    for (int row = thread; row < p.rows; row += PLAN_THREADS) p.row_shares[row] = no_share();
+  }
+  auto row_of = [&](int row) { return decode_row(p, row, sharing ? prefix[row] : 0); };
   // Read once; rows past the first PLAN_THREADS are read in every pass.
   DecodeRow first_row;
-  if (thread < p.rows) first_row = decode_row(p, thread);
+  if (thread < p.rows) first_row = row_of(thread);
+  for (int row = thread; row < p.rows; row += PLAN_THREADS) {
+    const DecodeRow r = row == thread ? first_row : row_of(row);
+    p.row_splits[row] = r.shared + r.splits;
+    p.row_lengths[row] = r.length;
+  }
   for (int pass = 0; pass < p.n_classes * (1 + REST_BINS); pass++) {
     const int c = p.n_classes - 1 - pass / (1 + REST_BINS), bin = pass % (1 + REST_BINS);  // bin 0: whole splits
     const int split = p.min_split << c;
@@ -77,7 +271,7 @@ __device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int
       DecodeRow r;
       int n = 0, from = 0;  // items of this pass: splits from .. from + n of the row
       if (row < p.rows) {
-        r = row0 == 0 ? first_row : decode_row(p, row);
+        r = row0 == 0 ? first_row : row_of(row);
         if (r.split_class == c) {
           const int tokens = r.length - r.start, whole = tokens / split;
           const int rest_bin = REST_BINS - tokens % split * REST_BINS / split;
@@ -104,8 +298,8 @@ __device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int
         item.slot = r.slot;
         item.start = r.start + s * split;
         item.end = item.start + split < r.length ? item.start + split : r.length;
-        item.split = s;
-        item.splits = r.splits;
+        item.split = r.shared + s;
+        item.splits = r.shared + r.splits;
         item.first = r.first;
         item.position = r.length - 1;
         p.items[before + sum - n + i] = item;
@@ -114,5 +308,5 @@ __device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int
       __syncthreads();
     }
   }
-  if (thread == 0) *p.n_items = base;
+  if (thread == 0) p.n_items[0] = base, p.n_items[1] = sharing || p.fixed ? *n_shared : 0;
 }

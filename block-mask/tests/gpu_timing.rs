@@ -15,7 +15,7 @@ use paged_kv::Slot;
 const HEADS: usize = 32;
 const KV_HEADS: usize = 8;
 const D: usize = 128;
-const PAGE: usize = 256;
+const PAGE: usize = 64;
 
 /// Random values, one megabyte of them again and again: zeros would be faster than real data.
 struct Source(DeviceBuffer<bf16>);
@@ -106,16 +106,29 @@ impl Step {
         }
     }
 
+    /// Lets neighbouring rows of `group` each start with the same pages of `prefix` tokens.
+    fn share(&mut self, gpu: &Gpu, group: usize, prefix: usize) {
+        let (width, pages) = (self.limits.max_pages_per_slot, prefix / PAGE);
+        let mut rows = gpu.stream.download(&self.table).unwrap();
+        for row in 0..self.limits.max_rows {
+            let (from, to) = ((row / group * group + 1) * width, (row + 1) * width);
+            rows.copy_within(from..from + pages, to);
+        }
+        gpu.stream.upload(&self.table, &rows).unwrap();
+    }
+
     /// Milliseconds of a launch, and the tokens of a split.
     fn time(&self, gpu: &Gpu, options: DecodeOptions) -> (f32, usize) {
+        // The plan is one launch among those of all layers.
         let (device, none) = (&gpu.device, Functions::none());
         let (shape, limits) = (self.shape, self.limits);
         let attention =
             DecodeAttention::new(device, &gpu.compiler, shape, limits, None, None, none, options).unwrap();
         let launches = self.cache.len().max(12);
         let ms = time(gpu, launches, || {
+            let (slots, lengths) = (self.slots.as_slice(), self.lengths.as_slice());
             let plan = attention
-                .plan(&gpu.stream, self.slots.as_slice(), self.lengths.as_slice(), 0)
+                .plan_shared(&gpu.stream, slots, lengths, 0, self.table.as_slice())
                 .unwrap();
             for launch in 0..launches {
                 let (k, v) = &self.cache[launch % self.cache.len()];
@@ -132,6 +145,45 @@ impl Step {
             }
         });
         (ms, attention.split(limits.max_rows))
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU with 20 GB; measures"]
+fn shared_prefixes() {
+    let gpu = gpu();
+    let source = Source::new(&gpu);
+    let default = DecodeOptions::for_device(gpu.device.info(), &shape(1));
+    let mut apart = default;
+    apart.shared_prefix = None;
+    eprintln!("rows  siblings  prompt  own    read per row, us    shared, us    ratio");
+    for (rows, group, prompt) in [
+        (64, 1, 500),
+        (64, 8, 500),
+        (64, 16, 500),
+        (64, 8, 2000),
+        (64, 16, 2000),
+        (64, 64, 2000),
+        (64, 2, 2000),
+        (16, 16, 2000),
+        (256, 16, 500),
+    ] {
+        for own in [16, 256] {
+            let lens: Vec<usize> = (0..rows).map(|i| prompt + own + i % 7).collect();
+            let mut step = Step::new(&gpu, &source, &lens);
+            let (plain, _) = step.time(&gpu, apart);
+            step.share(&gpu, group, prompt);
+            let (hidden, _) = step.time(&gpu, apart);
+            let (shared, _) = step.time(&gpu, default);
+            eprintln!(
+                "{rows:>4}  {group:>8}  {prompt:>6}  {own:>4}  {:>8.1} (the same pages: {:>7.1})  {:>8.1}  {:>6.2}",
+                plain * 1e3,
+                hidden * 1e3,
+                shared * 1e3,
+                hidden / shared
+            );
+            assert!(shared.is_finite() && shared > 0.0);
+        }
     }
 }
 

@@ -21,6 +21,8 @@ const PREFERENCE_REDUCTIONS: c_int = 3;
 /// Partial sums of a split product are kept in f32. The other schemes keep them in the output's type, which for bf16
 /// would round each of them.
 const REDUCTION_IN_F32: u32 = 2;
+const CONFIG_SPLITS: c_int = 2;
+const CONFIG_REDUCTION: c_int = 3;
 /// Four consecutive attributes, for A, B, C and D.
 const PREFERENCE_ALIGNMENT_A: c_int = 5;
 /// What every operand's address is a multiple of.
@@ -30,6 +32,41 @@ pub(crate) const ALIGNMENT: u64 = 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Algorithm(pub(crate) [u64; 8]);
+
+impl Algorithm {
+    /// Parts that the inner dimension is cut into, at least 1.
+    pub(crate) fn splits(&self, lt: &BlasLt) -> u32 {
+        let (mut splits, mut written) = (1u32, 0);
+        // SAFETY: the attribute is a 32-bit integer, and as many bytes are there.
+        let status = unsafe {
+            (lt.config_get)(
+                self,
+                CONFIG_SPLITS,
+                (&raw mut splits).cast(),
+                size_of::<u32>(),
+                &mut written,
+            )
+        };
+        if status == 0 { splits.max(1) } else { 1 }
+    }
+
+    /// The same algorithm with another number of splits, added in f32; whether it works for a product is to be asked.
+    pub(crate) fn with_splits(mut self, lt: &BlasLt, splits: u32) -> Option<Self> {
+        if self.splits(lt) == splits {
+            return Some(self);
+        }
+        let reduction = if splits > 1 { REDUCTION_IN_F32 } else { 0 };
+        for (attribute, value) in [(CONFIG_SPLITS, splits), (CONFIG_REDUCTION, reduction)] {
+            // SAFETY: both attributes are 32-bit integers.
+            let status =
+                unsafe { (lt.config_set)(&mut self, attribute, (&raw const value).cast(), size_of::<u32>()) };
+            if status != 0 {
+                return None;
+            }
+        }
+        Some(self)
+    }
+}
 
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
@@ -73,6 +110,9 @@ type HeuristicFunction =
     unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, Raw, Raw, c_int, *mut Heuristic, *mut c_int) -> Status;
 type CheckFunction =
     unsafe extern "C" fn(Raw, Raw, Raw, Raw, Raw, Raw, *const Algorithm, *mut Heuristic) -> Status;
+type ConfigGetFunction =
+    unsafe extern "C" fn(*const Algorithm, c_int, *mut c_void, usize, *mut usize) -> Status;
+type ConfigSetFunction = unsafe extern "C" fn(*mut Algorithm, c_int, *const c_void, usize) -> Status;
 type SetFunction = unsafe extern "C" fn(Raw, c_int, *const c_void, usize) -> Status;
 type DestroyFunction = unsafe extern "C" fn(Raw) -> Status;
 
@@ -93,6 +133,8 @@ pub(crate) struct BlasLt {
     preference_destroy: DestroyFunction,
     heuristic: HeuristicFunction,
     algorithm_check: CheckFunction,
+    config_get: ConfigGetFunction,
+    config_set: ConfigSetFunction,
     matmul: MatmulFunction,
 }
 
@@ -138,6 +180,8 @@ impl BlasLt {
                 preference_destroy: library.function("cublasLtMatmulPreferenceDestroy")?,
                 heuristic: library.function("cublasLtMatmulAlgoGetHeuristic")?,
                 algorithm_check: library.function("cublasLtMatmulAlgoCheck")?,
+                config_get: library.function("cublasLtMatmulAlgoConfigGetAttribute")?,
+                config_set: library.function("cublasLtMatmulAlgoConfigSetAttribute")?,
                 matmul: library.function("cublasLtMatmul")?,
                 library,
             })
@@ -437,6 +481,12 @@ mod tests {
         {
             assert_eq!(PREFERENCE_ALIGNMENT_A + operand as c_int, attribute as c_int);
         }
+        use sys::cublasLtMatmulAlgoConfigAttributes_t as Config;
+        assert_eq!(CONFIG_SPLITS, Config::CUBLASLT_ALGO_CONFIG_SPLITK_NUM as c_int);
+        assert_eq!(
+            CONFIG_REDUCTION,
+            Config::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME as c_int
+        );
         let in_f32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
         assert_eq!(REDUCTION_IN_F32, in_f32 as u32);
         assert_eq!(size_of::<Algorithm>(), size_of::<sys::cublasLtMatmulAlgo_t>());

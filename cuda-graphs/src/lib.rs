@@ -56,6 +56,7 @@ mod driver;
 #[cfg(feature = "cuda")]
 mod graph_cache;
 #[cfg(feature = "cuda")]
+mod invariance;
 mod kernel;
 #[cfg(feature = "cuda")]
 mod library;

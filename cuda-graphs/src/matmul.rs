@@ -17,6 +17,7 @@ use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::cache::CacheLocation;
 use crate::choices::{Choice, ChoiceFile};
 use crate::error::{Error, Result};
+use crate::invariance::{BLOCK, Reference};
 use crate::stream::Stream;
 use crate::tuning::{Tuner, row_class};
 
@@ -92,6 +93,10 @@ pub struct MatmulOptions {
     pub algorithms: usize,
     /// Where choices are kept.
     pub cache: CacheLocation,
+    /// Keep only algorithms that give a row the same bits whatever the number of rows and wherever it stands: the bits of one
+    /// reference algorithm for each shape of W, found by trying. Products are then given padded row counts, see
+    /// [`Matmul::padded_rows`].
+    pub row_invariant: bool,
 }
 
 impl Default for MatmulOptions {
@@ -100,6 +105,7 @@ impl Default for MatmulOptions {
             workspace_bytes: 32 << 20,
             algorithms: 16,
             cache: CacheLocation::Usual,
+            row_invariant: false,
         }
     }
 }
@@ -146,6 +152,8 @@ struct Plan {
 #[derive(Debug)]
 struct State {
     plans: HashMap<PlanKey, Arc<Plan>>,
+    /// Of products whose rows are invariant, by the key of one with no rows.
+    references: HashMap<PlanKey, Reference>,
     choices: BTreeMap<String, Choice>,
 }
 
@@ -178,6 +186,7 @@ pub struct Matmul {
     /// Shared by the graphs that captured products.
     owner: Arc<DeviceBufferOwner>,
     algorithms: usize,
+    row_invariant: bool,
     file: ChoiceFile,
     state: Mutex<State>,
 }
@@ -219,8 +228,10 @@ impl Matmul {
             owner: workspace.as_slice().owner().clone(),
             workspace,
             algorithms: options.algorithms.max(1),
+            row_invariant: options.row_invariant,
             state: Mutex::new(State {
                 plans: HashMap::new(),
+                references: HashMap::new(),
                 choices: file.load(),
             }),
             file,
@@ -308,6 +319,15 @@ impl Matmul {
         Ok(self.plan::<T>(key, w)?.report)
     }
 
+    /// Rows that a product of `m` rows must be given: `m`, or with [`MatmulOptions::row_invariant`] the next multiple of 64. What
+    /// the rows too many hold does not matter.
+    pub fn padded_rows(&self, m: usize) -> usize {
+        match self.row_invariant {
+            true => m.next_multiple_of(BLOCK),
+            false => m,
+        }
+    }
+
     /// The stream products are given to.
     pub fn stream(&self) -> &Stream {
         &self.stream
@@ -340,6 +360,10 @@ impl Matmul {
                 what: "product",
                 why: format!("{dims:?} is empty"),
             });
+        }
+        if self.padded_rows(m) != m {
+            let why = format!("{m} rows are no multiple of {BLOCK}, as products of invariant rows want it");
+            return Err(Error::InvalidArgument { what: "product", why });
         }
         length("X of a product", m.checked_mul(k), x.len())?;
         length("W of a product", n.checked_mul(k), w.len())?;
@@ -412,36 +436,15 @@ impl Matmul {
             workspace: (self.workspace.ptr(), workspace),
             algorithms: self.algorithms,
         };
-        let known = state.choices.get(&class_name).cloned();
-        let choice = match known {
-            Some(choice) if product.accepts(self.lt, &self.handle, &choice.algorithm, workspace) => choice,
-            _ if self.stream.is_capturing() => {
-                return Err(Error::NotPrepared {
-                    shape: name::<T>(key.dims, key.residual),
-                });
-            }
-            known => {
-                let of_class = Product::new(self.lt, [class.m, n, k], T::CODE, class_name.clone())?;
-                let fits_class =
-                    |choice: &Choice| of_class.accepts(self.lt, &self.handle, &choice.algorithm, workspace);
-                let choice = match known.filter(fits_class) {
-                    Some(choice) => choice,
-                    None => {
-                        let choice = tuner.choose::<T>(&of_class, class, key.residual, w)?;
-                        // One that was not timed for want of memory is tried again by the next process.
-                        if choice.microseconds > 0.0 {
-                            self.file.add(&class_name, &choice);
-                        }
-                        state.choices.insert(class_name, choice.clone());
-                        choice
-                    }
-                };
-                if product.accepts(self.lt, &self.handle, &choice.algorithm, workspace) {
-                    choice
-                } else {
-                    tuner.guess(&product)?
-                }
-            }
+        let asked = Asked {
+            key,
+            product: &product,
+            class,
+            w,
+        };
+        let choice = match self.row_invariant {
+            true => self.invariant_choice::<T>(&mut state, &tuner, &asked)?,
+            false => self.fastest_choice::<T>(&mut state, &tuner, &asked, class_name)?,
         };
         let report = MatmulReport {
             microseconds: choice.microseconds,
@@ -457,6 +460,139 @@ impl Matmul {
         state.plans.insert(key, plan.clone());
         Ok(plan)
     }
+
+    /// The fastest algorithm of the product's class, known or timed now.
+    fn fastest_choice<T: MatmulElement>(
+        &self,
+        state: &mut State,
+        tuner: &Tuner<'_>,
+        asked: &Asked<'_>,
+        class_name: String,
+    ) -> Result<Choice> {
+        let Asked {
+            key,
+            product,
+            class,
+            w,
+        } = *asked;
+        let workspace = self.workspace.len();
+        let known = state.choices.get(&class_name).cloned();
+        match known {
+            Some(choice) if product.accepts(self.lt, &self.handle, &choice.algorithm, workspace) => {
+                Ok(choice)
+            }
+            _ if self.stream.is_capturing() => Err(Error::NotPrepared {
+                shape: name::<T>(key.dims, key.residual),
+            }),
+            known => {
+                let of_class =
+                    Product::new(self.lt, [class.m, class.n, class.k], T::CODE, class_name.clone())?;
+                let fits_class =
+                    |choice: &Choice| of_class.accepts(self.lt, &self.handle, &choice.algorithm, workspace);
+                let choice = match known.filter(fits_class) {
+                    Some(choice) => choice,
+                    None => {
+                        let choice = tuner.choose::<T>(&of_class, class, key.residual, w)?;
+                        // One that was not timed for want of memory is tried again by the next process.
+                        if choice.microseconds > 0.0 {
+                            self.file.add(&class_name, &choice);
+                        }
+                        state.choices.insert(class_name, choice.clone());
+                        choice
+                    }
+                };
+                if product.accepts(self.lt, &self.handle, &choice.algorithm, workspace) {
+                    Ok(choice)
+                } else {
+                    tuner.guess(product)
+                }
+            }
+        }
+    }
+
+    /// The fastest algorithm of the product's class that gives the bits of the shape's reference.
+    fn invariant_choice<T: MatmulElement>(
+        &self,
+        state: &mut State,
+        tuner: &Tuner<'_>,
+        asked: &Asked<'_>,
+    ) -> Result<Choice> {
+        let Asked {
+            key,
+            product,
+            class,
+            w,
+        } = *asked;
+        let not_prepared = || Error::NotPrepared {
+            shape: name::<T>(key.dims, key.residual),
+        };
+        let accepts =
+            |choice: &Choice| product.accepts(self.lt, &self.handle, &choice.algorithm, self.workspace.len());
+        let any_rows = PlanKey {
+            dims: MatmulDims { m: 0, ..key.dims },
+            ..key
+        };
+        let reference = match state.references.get(&any_rows) {
+            Some(reference) => reference.clone(),
+            None => {
+                let reference_name = format!(
+                    "{}, row-invariant reference",
+                    name::<T>(any_rows.dims, key.residual)
+                );
+                let reference = match state.choices.get(&reference_name) {
+                    Some(choice) => Reference {
+                        choice: choice.clone(),
+                        splits: choice.algorithm.splits(self.lt),
+                    },
+                    None if self.stream.is_capturing() => return Err(not_prepared()),
+                    None => {
+                        let shape = [key.dims.n, key.dims.k];
+                        let reference = tuner.invariant_reference::<T>(shape, key.residual, w)?;
+                        self.file.add(&reference_name, &reference.choice);
+                        reference
+                    }
+                };
+                state.references.insert(any_rows, reference.clone());
+                reference
+            }
+        };
+        // Choices of other references, made when this one's was lost, are not mistaken for its own.
+        let class_name = format!(
+            "{}, row-invariant in {} splits",
+            name::<T>(class, key.residual),
+            reference.splits
+        );
+        if let Some(choice) = state.choices.get(&class_name).filter(|choice| accepts(choice)) {
+            return Ok(choice.clone());
+        }
+        if self.stream.is_capturing() {
+            return Err(not_prepared());
+        }
+        let of_class = Product::new(self.lt, [class.m, class.n, class.k], T::CODE, class_name.clone())?;
+        let choice = tuner.choose_invariant::<T>(&of_class, class, key.residual, w, &reference)?;
+        if choice.microseconds > 0.0 {
+            self.file.add(&class_name, &choice);
+        }
+        state.choices.insert(class_name, choice.clone());
+        [choice, reference.choice]
+            .into_iter()
+            .find(accepts)
+            .ok_or_else(|| Error::Blas {
+                call: "cublasLtMatmulAlgoCheck",
+                shape: name::<T>(key.dims, key.residual),
+                status: "no algorithm with the reference's bits takes this shape".to_string(),
+            })
+    }
+}
+
+/// A product whose algorithm is asked for.
+#[derive(Clone, Copy)]
+struct Asked<'a> {
+    key: PlanKey,
+    product: &'a Product,
+    /// Its dimensions with the row count of its class.
+    class: MatmulDims,
+    w: DeviceSlice<'a, bf16>,
 }
 
 pub(crate) fn name<T: MatmulElement>(dims: MatmulDims, residual: bool) -> String {

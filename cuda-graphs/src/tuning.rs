@@ -64,12 +64,7 @@ impl Tuner<'_> {
         let (1.., Ok(scratch)) = (found.len().saturating_sub(1), scratch) else {
             return Ok(untimed);
         };
-        let at = Addresses {
-            x: scratch.x.ptr(),
-            w: w.ptr(),
-            y: scratch.y.ptr(),
-            residual: with_residual.then(|| scratch.y.ptr()),
-        };
+        let at = scratch.addresses(w, with_residual);
         let mut best: Option<Choice> = None;
         for candidate in &found {
             let mut times = Vec::with_capacity(RUNS);
@@ -111,7 +106,7 @@ impl Tuner<'_> {
     }
 
     /// Microseconds of one run with a cold L2 cache.
-    fn time<T: MatmulElement>(
+    pub(crate) fn time<T: MatmulElement>(
         &self,
         scratch: &Scratch<T>,
         product: &Product,
@@ -131,7 +126,7 @@ impl Tuner<'_> {
 }
 
 /// Memory and events to time with.
-struct Scratch<T> {
+pub(crate) struct Scratch<T> {
     x: DeviceBuffer<bf16>,
     y: DeviceBuffer<T>,
     /// Twice the L2 cache, if there is memory for it.
@@ -142,7 +137,7 @@ struct Scratch<T> {
 
 impl<T: MatmulElement> Scratch<T> {
     /// X is filled with pieces of `w`: never time on zeros, which cost less power and so less time.
-    fn new(stream: &Stream, dims: MatmulDims, w: DeviceSlice<'_, bf16>) -> Result<Self> {
+    pub(crate) fn new(stream: &Stream, dims: MatmulDims, w: DeviceSlice<'_, bf16>) -> Result<Self> {
         let device = stream.device();
         let too_large = || unsupported("too many elements");
         let x_len = dims.m.checked_mul(dims.k).ok_or_else(too_large)?;
@@ -164,6 +159,18 @@ impl<T: MatmulElement> Scratch<T> {
             start,
             end,
         })
+    }
+}
+
+impl<T: MatmulElement> Scratch<T> {
+    /// Where the operands of a timed product lie.
+    pub(crate) fn addresses(&self, w: DeviceSlice<'_, bf16>, with_residual: bool) -> Addresses {
+        Addresses {
+            x: self.x.ptr(),
+            w: w.ptr(),
+            y: self.y.ptr(),
+            residual: with_residual.then(|| self.y.ptr()),
+        }
     }
 }
 

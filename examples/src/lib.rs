@@ -1,1 +1,4 @@
-//! Short programs to copy from.
+//! Short programs to copy from, and what is too long for one of them.
+
+pub mod arithmetic;
+pub mod gains;

@@ -49,7 +49,7 @@ pub(crate) struct RunnerSettings {
     pub(crate) eager: bool,
     /// On a GPU, where pristine copies of adapted weights live.
     pub(crate) pristine: PristineCopy,
-    /// Only runners whose results do not depend on the batch.
+    /// Results do not depend on the batch.
     pub(crate) batch_invariant: bool,
     /// Weights in 4 bits become bf16 ones when they are loaded.
     pub(crate) dequantize: bool,
@@ -188,9 +188,10 @@ impl EngineBuilder {
         self
     }
 
-    /// Whether the tokens and log-probabilities of a request must have the same bits whatever else is in the batch, however its
-    /// prompt is cut into chunks, and whether or not it is preempted. On a CPU they always do, at no cost. On a GPU matrix
-    /// products round differently from one bucket of batch sizes to the next: the engine is then refused. Default: false.
+    /// Whether a request's tokens and log-probabilities must have the same bits whatever else is in the batch, however its
+    /// prompt is cut into chunks, and whether it is preempted. On a CPU they always have. On a GPU products and attention then
+    /// take forms that do not depend on the number of rows, which costs speed (`docs/performance.md` says how much), and
+    /// weights in 4 bits or adapters beside the weights are refused. Default: false.
     #[must_use]
     pub fn batch_invariant(mut self, on: bool) -> Self {
         self.settings.batch_invariant = on;

@@ -51,6 +51,11 @@ pub struct CudaSettings {
     /// Whether a step's prompts and decode rows share one pass over the weights; without, the decode rows follow in a pass of
     /// their own, which replays their graph. For measurements and tests.
     pub mixed_steps: bool,
+    /// Whether decode steps read the pages of a prompt once for all completions that share them.
+    pub share_reads: bool,
+    /// Whether the bits of a sequence must not depend on the other sequences, the bucket, chunks or preemption; prompts are
+    /// then never read once for all.
+    pub batch_invariant: bool,
 }
 
 impl Default for CudaSettings {
@@ -60,6 +65,8 @@ impl Default for CudaSettings {
             capture: true,
             pristine: PristineCopy::default(),
             mixed_steps: true,
+            share_reads: true,
+            batch_invariant: false,
         }
     }
 }
@@ -162,6 +169,10 @@ impl CudaRunner {
                 }
             })?;
         backend.set_pristine_copy(settings.pristine)?;
+        backend.share_reads(settings.share_reads);
+        if settings.batch_invariant {
+            backend.make_batch_invariant(&compiler)?;
+        }
         let load_s = begin.elapsed().as_secs_f64() - open_s;
         let info = device.info();
         let (major, minor) = info.compute_capability;

@@ -154,13 +154,6 @@ fn open_cuda(
 
     // Before the weights are read: without a GPU nothing of them is needed here.
     CudaRunner::check_device(ordinal)?;
-    if settings.batch_invariant {
-        return Err(Error::InvalidSetting {
-            setting: "batch_invariant",
-            value: "true".into(),
-            advice: "on a GPU results depend on the bucket of the batch: use the device `cpu`".into(),
-        });
-    }
     if let Some(dtype @ KvDtype::F32) = settings.kv_dtype {
         return Err(Error::InvalidSetting {
             setting: "kv_dtype",
@@ -173,6 +166,7 @@ fn open_cuda(
         ordinal,
         capture: !settings.eager,
         pristine: settings.pristine,
+        batch_invariant: settings.batch_invariant,
         ..CudaSettings::default()
     };
     let runner = CudaRunner::open(config, WeightSource::Given(&weights), &settings.pool, &cuda)?;

@@ -136,3 +136,22 @@ pub(crate) fn lost() -> Error {
         free_pages: 0,
     }
 }
+
+/// GRPO's advantages of the completions of one prompt: how much better each is than the others, in standard deviations of the
+/// group's rewards. All 0 if the rewards are equal.
+///
+/// ```
+/// use rollout_engine::group_advantages;
+///
+/// let advantages = group_advantages(&[1.0, 0.0, 0.0, 1.0]);
+/// assert!(advantages.iter().zip([1.0, -1.0, -1.0, 1.0]).all(|(a, b)| (a - b).abs() < 1e-3));
+/// assert_eq!(group_advantages(&[0.5, 0.5]), [0.0, 0.0]);
+/// ```
+pub fn group_advantages(rewards: &[f64]) -> Vec<f64> {
+    let n = rewards.len().max(1) as f64;
+    let mean = rewards.iter().sum::<f64>() / n;
+    let deviation = (rewards.iter().map(|reward| (reward - mean).powi(2)).sum::<f64>() / n).sqrt();
+    // As in trainers: a group whose rewards hardly differ says little.
+    let scale = 1.0 / (deviation + 1e-4);
+    rewards.iter().map(|reward| (reward - mean) * scale).collect()
+}

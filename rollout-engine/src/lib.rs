@@ -36,7 +36,7 @@ pub use device::DeviceChoice;
 pub use engine::{Engine, Finished, Stream};
 pub use error::Error;
 pub use fake_runner::FakeRunner;
-pub use groups::{FinishedGroup, Group, GroupStream};
+pub use groups::{FinishedGroup, Group, GroupStream, group_advantages};
 pub use lora_merge::PolicyVersion;
 pub use model_runner::ModelRunner;
 pub use pool::PoolSettings;

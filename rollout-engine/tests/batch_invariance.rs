@@ -1,4 +1,4 @@
-//! The bundled model on the CPU: what a request gets has the same bits in every schedule.
+//! The bundled model: what a request gets has the same bits in every schedule, on the CPU and on a GPU.
 
 use std::collections::HashMap;
 
@@ -27,13 +27,18 @@ impl From<Completion> for Bits {
     }
 }
 
-/// How requests arrive and what the engine has for them.
+/// What an engine has for requests.
 #[derive(Clone, Debug)]
-struct Schedule {
+struct Sizes {
     page_size: usize,
     max_batch_size: usize,
     n_pages: usize,
     max_prefill_tokens: usize,
+}
+
+/// How requests arrive.
+#[derive(Clone, Debug)]
+struct Schedule {
     prefix_cache: bool,
     /// Requests in the order of arrival, with the steps taken before each, and after how many steps it is cancelled.
     arrivals: Vec<(usize, usize, Option<usize>)>,
@@ -59,19 +64,39 @@ fn requests() -> Vec<Request> {
     problems.iter().enumerate().map(request).collect()
 }
 
-fn builder() -> EngineBuilder {
+fn builder(device: DeviceChoice) -> EngineBuilder {
     Engine::builder()
-        .model(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny-qwen3-math"))
-        .device(DeviceChoice::Cpu)
+        .model(model())
+        .device(device)
         .batch_invariant(true)
 }
 
-/// Sizes of pages; each has its own order of sums.
+/// The bundled model, also for a test binary that was carried to another machine with the repository.
+fn model() -> std::path::PathBuf {
+    let built = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny-qwen3-math");
+    match built.is_dir() {
+        true => built,
+        false => "rollout-engine/models/tiny-qwen3-math".into(),
+    }
+}
+
+fn engine(device: DeviceChoice, sizes: &Sizes) -> Engine {
+    let builder = builder(device)
+        .page_size(sizes.page_size)
+        .max_batch_size(sizes.max_batch_size)
+        .n_pages(sizes.n_pages)
+        .max_prefill_tokens(sizes.max_prefill_tokens);
+    builder.build().expect("builds")
+}
+
+/// Sizes of pages on the CPU; each has its own order of sums.
 const PAGE_SIZES: [usize; 3] = [4, 16, 64];
+/// Sizes of pages on a GPU, where they do not matter.
+const GPU_PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 
 /// Each completion computed alone, in one chunk.
-fn alone(page_size: usize, requests: &[Request]) -> Vec<Vec<Bits>> {
-    let builder = builder().max_batch_size(1).page_size(page_size);
+fn alone(device: DeviceChoice, page_size: usize, requests: &[Request]) -> Vec<Vec<Bits>> {
+    let builder = builder(device).max_batch_size(1).page_size(page_size);
     let mut engine = builder.build().expect("builds");
     let groups = requests.iter().map(|request| {
         let mut groups = engine
@@ -83,43 +108,39 @@ fn alone(page_size: usize, requests: &[Request]) -> Vec<Vec<Bits>> {
     groups.collect()
 }
 
+fn sizes(page_sizes: &[usize], batches: std::ops::Range<usize>) -> impl Strategy<Value = Sizes> {
+    (
+        prop::sample::select(page_sizes.to_vec()),
+        batches,
+        0usize..64,
+        1usize..90,
+    )
+        .prop_map(|(page_size, max_batch_size, spare, max_prefill_tokens)| Sizes {
+            page_size,
+            max_batch_size,
+            // The longest sequence fits; a few often do not.
+            n_pages: 1 + (112 + spare).div_ceil(page_size),
+            max_prefill_tokens,
+        })
+}
+
 fn schedule(n_requests: usize) -> impl Strategy<Value = Schedule> {
     let arrival = (
         0..n_requests,
         0usize..6,
         proptest::option::weighted(0.1, 0usize..20),
     );
-    (
-        prop::sample::select(PAGE_SIZES.to_vec()),
-        1usize..9,
-        0usize..64,
-        1usize..90,
-        any::<bool>(),
-        prop::collection::vec(arrival, 1..6),
-    )
-        .prop_map(
-            |(page_size, max_batch_size, spare, max_prefill_tokens, prefix_cache, arrivals)| Schedule {
-                page_size,
-                max_batch_size,
-                // The longest sequence fits; a few often do not.
-                n_pages: 1 + (112 + spare).div_ceil(page_size),
-                max_prefill_tokens,
-                prefix_cache,
-                arrivals,
-            },
-        )
+    let arrivals = prop::collection::vec(arrival, 1..6);
+    (any::<bool>(), arrivals).prop_map(|(prefix_cache, arrivals)| Schedule {
+        prefix_cache,
+        arrivals,
+    })
 }
 
 /// Runs a schedule, compares every completion that was not cancelled, and gives (preemptions, cached starts, groups).
-fn run(schedule: &Schedule, requests: &[Request], expected: &[Vec<Bits>]) -> [u64; 3] {
-    let mut engine = builder()
-        .page_size(schedule.page_size)
-        .max_batch_size(schedule.max_batch_size)
-        .n_pages(schedule.n_pages)
-        .max_prefill_tokens(schedule.max_prefill_tokens)
-        .prefix_cache(schedule.prefix_cache)
-        .build()
-        .expect("builds");
+fn run(engine: &mut Engine, schedule: &Schedule, requests: &[Request], expected: &[Vec<Bits>]) -> [u64; 3] {
+    engine.set_prefix_cache(schedule.prefix_cache).expect("is set");
+    let before = counts(engine);
     let mut open: Vec<(RequestId, usize, Option<usize>)> = Vec::new();
     let mut arrivals = schedule.arrivals.iter().copied().peekable();
     let mut wait = arrivals.peek().map_or(0, |&(_, wait, _)| wait);
@@ -168,6 +189,11 @@ fn run(schedule: &Schedule, requests: &[Request], expected: &[Vec<Bits>]) -> [u6
     assert!(compared > 0 || !some_stay);
     let pages = engine.scheduler().pages();
     pages.check_integrity().expect("the page table is sound");
+    let after = counts(engine);
+    std::array::from_fn(|i| after[i] - before[i])
+}
+
+fn counts(engine: &Engine) -> [u64; 3] {
     let statistics = engine.statistics();
     [
         statistics.preemptions,
@@ -176,25 +202,90 @@ fn run(schedule: &Schedule, requests: &[Request], expected: &[Vec<Bits>]) -> [u6
     ]
 }
 
+/// As [`run`], and names the schedule that fails.
+fn run_number(
+    number: usize,
+    engine: &mut Engine,
+    sizes: &Sizes,
+    schedule: &Schedule,
+    requests: &[Request],
+    expected: &[Vec<Bits>],
+    totals: &mut [u64; 3],
+) {
+    let counts = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        run(engine, schedule, requests, expected)
+    }));
+    let counts = counts.unwrap_or_else(|_| panic!("schedule {number}: {schedule:?} with {sizes:?}"));
+    totals.iter_mut().zip(counts).for_each(|(total, n)| *total += n);
+}
+
+fn check_totals([preemptions, prefix_hits, copied_pages]: [u64; 3]) {
+    eprintln!("{preemptions} preemptions, {prefix_hits} cached starts, {copied_pages} copied pages");
+    assert!(preemptions > 4 && prefix_hits > 50 && copied_pages > 50);
+}
+
+/// A fixed seed: every run tries the same schedules.
+fn fixed() -> TestRunner {
+    let random = TestRng::from_seed(RngAlgorithm::ChaCha, &[7; 32]);
+    TestRunner::new_with_rng(Config::default(), random)
+}
+
 #[test]
 fn two_hundred_random_schedules_give_the_same_bits() {
     let requests = requests();
-    let expected: HashMap<_, _> = PAGE_SIZES.map(|size| (size, alone(size, &requests))).into();
-    // A fixed seed: every run tries the same schedules.
-    let random = TestRng::from_seed(RngAlgorithm::ChaCha, &[7; 32]);
-    let mut runner = TestRunner::new_with_rng(Config::default(), random);
-    let strategy = schedule(requests.len());
+    let expected: HashMap<_, _> = PAGE_SIZES
+        .map(|size| (size, alone(DeviceChoice::Cpu, size, &requests)))
+        .into();
+    let mut runner = fixed();
+    let strategy = (sizes(&PAGE_SIZES, 1..9), schedule(requests.len()));
     let mut totals = [0; 3];
     for number in 0..200 {
-        let schedule = strategy.new_tree(&mut runner).expect("a schedule").current();
-        let expected = &expected[&schedule.page_size];
-        let counts = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            run(&schedule, &requests, expected)
-        }));
-        let counts = counts.unwrap_or_else(|_| panic!("schedule {number}: {schedule:?}"));
-        totals.iter_mut().zip(counts).for_each(|(total, n)| *total += n);
+        let (sizes, schedule) = strategy.new_tree(&mut runner).expect("a schedule").current();
+        let expected = &expected[&sizes.page_size];
+        let mut engine = engine(DeviceChoice::Cpu, &sizes);
+        run_number(
+            number,
+            &mut engine,
+            &sizes,
+            &schedule,
+            &requests,
+            expected,
+            &mut totals,
+        );
     }
-    let [preemptions, prefix_hits, copied_pages] = totals;
-    eprintln!("{preemptions} preemptions, {prefix_hits} cached starts, {copied_pages} copied pages");
-    assert!(preemptions > 4 && prefix_hits > 50 && copied_pages > 50);
+    check_totals(totals);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn two_hundred_random_schedules_give_the_same_bits_on_a_gpu() {
+    let device = DeviceChoice::Cuda(0);
+    let requests = requests();
+    let expected = alone(device, 64, &requests);
+    let mut runner = fixed();
+    let mut totals = [0; 3];
+    // An engine serves many schedules: to make one takes longer than a schedule. Batches of all buckets up to 48.
+    for round in 0..10 {
+        let batches = if round % 2 == 0 { 1..12 } else { 12..49 };
+        let sizes = sizes(&GPU_PAGE_SIZES, batches)
+            .new_tree(&mut runner)
+            .expect("sizes")
+            .current();
+        let mut engine = engine(device, &sizes);
+        for number in 0..20 {
+            let strategy = schedule(requests.len());
+            let schedule = strategy.new_tree(&mut runner).expect("a schedule").current();
+            let number = 20 * round + number;
+            run_number(
+                number,
+                &mut engine,
+                &sizes,
+                &schedule,
+                &requests,
+                &expected,
+                &mut totals,
+            );
+        }
+    }
+    check_totals(totals);
 }

@@ -139,3 +139,32 @@ fn what_cannot_work_is_refused_in_a_line() {
         );
     }
 }
+
+#[test]
+fn groups_share_prompts_of_the_length_asked_for() {
+    let report = report(&[
+        "--n-prompts",
+        "6",
+        "--group-size",
+        "3",
+        "--prompt-tokens",
+        "40",
+        "--max-new-tokens",
+        "4",
+        "--n-rounds",
+        "1",
+        "--batch-invariant",
+    ]);
+    assert_eq!(report["group_size"], 3);
+    assert_eq!(report["n_decoded_tokens"], 6 * 4);
+    let prompts: Vec<_> = report["sample_completions"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|sample| &sample["prompt_tokens"])
+        .collect();
+    assert_eq!(prompts, [40, 40]);
+    let output = bench(&["--n-prompts", "6", "--group-size", "4"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("--group-size 4 does not divide 6 prompts"));
+}

@@ -16,13 +16,19 @@ use rollout_engine::cuda_runner::{CudaRunner, CudaSettings};
 use rollout_engine::{Event, PoolSettings, RequestId, SamplingParams, Scheduler, TokenCompletion};
 
 fn scheduler(pool: PoolSettings, capture: bool) -> Scheduler<CudaRunner> {
+    scheduler_with(
+        pool,
+        CudaSettings {
+            capture,
+            ..CudaSettings::default()
+        },
+    )
+}
+
+fn scheduler_with(pool: PoolSettings, settings: CudaSettings) -> Scheduler<CudaRunner> {
     let dir = bundled_model();
     let config = Qwen3Config::from_dir(&dir).unwrap();
     let weights = Weights::open(&dir, &config).unwrap();
-    let settings = CudaSettings {
-        capture,
-        ..CudaSettings::default()
-    };
     let runner = CudaRunner::open(&config, WeightSource::Given(&weights), &pool, &settings).unwrap();
     let generation = qwen3_model::GenerationConfig::from_dir(&dir).unwrap().unwrap();
     Scheduler::new(runner, generation.eos_token_ids).unwrap()
@@ -399,4 +405,78 @@ fn the_engine_seed_makes_a_run_repeatable_and_its_requests_distinct() {
     }
     assert_eq!(runs[0], runs[1]);
     assert_ne!(runs[0], runs[2]);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn siblings_that_read_their_prompt_once_agree_with_siblings_that_read_it_each() {
+    // A few prompts on end: long enough to be shared.
+    let prompt: Vec<u32> = goldens()
+        .iter()
+        .take(8)
+        .flat_map(|golden| golden.prompt.clone())
+        .take(400)
+        .collect();
+    assert!(prompt.len() > 300);
+    let hot = SamplingParams {
+        temperature: 1.0,
+        seed: Some(5),
+        ..greedy(60)
+    };
+    let run = |share_reads: bool| {
+        let settings = CudaSettings {
+            share_reads,
+            ..CudaSettings::default()
+        };
+        let mut scheduler = scheduler_with(pool(48, 16, 1 + 48 * 32), settings);
+        let mut completions = BTreeMap::new();
+        for n in [16, 8, 1] {
+            scheduler.submit_group(prompt[n..].to_vec(), &hot, n).unwrap();
+        }
+        let mut events = Vec::new();
+        while scheduler.has_unfinished() {
+            scheduler.step(&mut events).unwrap();
+            for event in events.drain(..) {
+                if let Event::Finished {
+                    request,
+                    index,
+                    result,
+                } = event
+                {
+                    completions.insert((request, index), result.unwrap());
+                }
+            }
+        }
+        let saved = scheduler.statistics().saved_prefill_tokens;
+        assert!(
+            saved as usize > 20 * 300,
+            "only {saved} prompt tokens were shared"
+        );
+        completions.into_values().collect::<Vec<_>>()
+    };
+    let (once, each) = (run(true), run(false));
+    assert_eq!((once.len(), each.len()), (25, 25));
+    let (mut same, mut sum, mut count) = (0, 0f64, 0);
+    for (a, b) in once.iter().zip(&each) {
+        // A rounding may tip a draw; from there on the texts are two.
+        let common = a
+            .token_ids
+            .iter()
+            .zip(&b.token_ids)
+            .take_while(|(a, b)| a == b)
+            .count();
+        same += usize::from(a.token_ids == b.token_ids);
+        for (x, y) in a.logprobs.iter().zip(&b.logprobs).take(common) {
+            sum += f64::from((x - y).abs());
+            count += 1;
+        }
+    }
+    let mean = sum / f64::from(count.max(1));
+    eprintln!(
+        "{same} of 25 completions are the same, {count} log-probabilities differ by {mean:.5} on average"
+    );
+    assert!(
+        same > 10 && count > 300 && mean < 0.02,
+        "{same} the same, mean {mean} of {count}"
+    );
 }

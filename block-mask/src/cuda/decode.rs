@@ -8,7 +8,9 @@ use half::bf16;
 use super::shape::check_scale;
 use super::specs::{decode_plan_spec, decode_spec};
 use super::{AttentionShape, CudaError, DecodeOptions, Functions};
-use crate::launch::{self, Decode, ITEM_WORDS, Plan, TableShape};
+use crate::launch::{
+    self, Decode, ITEM_WORDS, Plan, SHARE_WORDS, SHARED_ITEM_WORDS, SHARED_SPLITS, Sharing, TableShape,
+};
 
 /// What the buffers of a [`DecodeAttention`] are made for.
 ///
@@ -42,8 +44,11 @@ pub struct DecodeLimits {
 ///
 /// ```text
 /// plan(slots, lengths)     once per step: the work list, shared by all layers
+/// plan_shared(…, table)    the same, with prefixes that rows have in common read once for all of them
 /// run(q, k, v, …)          once per layer: splits of rows over the device, partial sums, merge in order
 /// ```
+///
+/// With [`DecodeOptions::one_form`] a slot may have several rows, with different lengths: the tokens of a prompt.
 ///
 /// Both can be captured. A row of slot 0 (padding), of a slot outside the table or of length 0 reads nothing and gives 0.
 pub struct DecodeAttention {
@@ -56,7 +61,12 @@ pub struct DecodeAttention {
     plan: Kernel,
     kernel: Kernel,
     config: LaunchConfig,
+    /// Splits of a row's own tokens at most.
     max_splits: usize,
+    /// The same with those of a shared prefix.
+    all_splits: usize,
+    /// Rows that one read of a prefix serves; 0: nothing is shared.
+    shared_rows: usize,
     /// Blocks that the device holds at once.
     resident_blocks: usize,
     workspace: Arc<Workspace>,
@@ -64,11 +74,26 @@ pub struct DecodeAttention {
 
 struct Workspace {
     items: DeviceBuffer<i32>,
+    shared_items: DeviceBuffer<i32>,
+    row_splits: DeviceBuffer<i32>,
+    row_lengths: DeviceBuffer<i32>,
+    row_shares: DeviceBuffer<i32>,
+    /// Zero between launches, as `arrived`.
+    shared_arrived: DeviceBuffer<u32>,
     n_items: DeviceBuffer<i32>,
     partial: DeviceBuffer<f32>,
     partial_sums: DeviceBuffer<f32>,
     /// Zero between launches: the block that completes a row resets its counter.
     arrived: DeviceBuffer<u32>,
+}
+
+/// The work of a plan, for each KV head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlannedItems {
+    /// Splits of rows, without those of shared prefixes.
+    pub own: usize,
+    /// Parts of prefixes that several rows share.
+    pub shared: usize,
 }
 
 /// The arguments of [`DecodePlan::run`].
@@ -157,17 +182,33 @@ impl DecodeAttention {
         let max_splits = max_length
             .div_ceil(options.smallest_split())
             .clamp(1, options.max_splits);
+        // Functions may tell the rows of a group apart; a window starts elsewhere in each of them.
+        let plain = !functions.has_mask() && !functions.has_score() && window.is_none();
+        let shared_rows = match options.shared_prefix.is_some() || options.one_form {
+            true if plain => options.shared_rows(&shape),
+            _ => 0,
+        };
+        if options.one_form {
+            options.check_one_form(plain, shared_rows, max_length)?;
+        }
+        // Items for a row at most, and splits that prefixes add to its own.
+        let (shared_items, more) = match (options.one_form, shared_rows) {
+            (true, _) => (max_splits, 0),
+            (false, 0) => (0, 0),
+            (false, _) => (SHARED_SPLITS, SHARED_SPLITS),
+        };
+        let all_splits = max_splits + more;
         let parts = limits
             .max_rows
             .checked_mul(shape.heads)
-            .and_then(|x| x.checked_mul(max_splits));
+            .and_then(|x| x.checked_mul(all_splits));
         let partial =
             parts
                 .and_then(|parts| parts.checked_mul(shape.head_dim))
                 .ok_or(CudaError::TooMany {
                     what: "rows of a step",
                     asked: limits.max_rows,
-                    limit: usize::MAX / (shape.heads * max_splits * shape.head_dim),
+                    limit: usize::MAX / (shape.heads * all_splits * shape.head_dim),
                 })?;
         let plan = compiler
             .load(device, &decode_plan_spec())?
@@ -186,7 +227,12 @@ impl DecodeAttention {
         let blocks = resident_blocks.min(u32::try_from(most).unwrap_or(u32::MAX));
         let workspace = Workspace {
             items: DeviceBuffer::zeroed(device, limits.max_rows * max_splits * ITEM_WORDS)?,
-            n_items: DeviceBuffer::zeroed(device, 1)?,
+            shared_items: DeviceBuffer::zeroed(device, limits.max_rows * shared_items * SHARED_ITEM_WORDS)?,
+            row_splits: DeviceBuffer::zeroed(device, limits.max_rows)?,
+            row_lengths: DeviceBuffer::zeroed(device, limits.max_rows)?,
+            row_shares: DeviceBuffer::zeroed(device, limits.max_rows * SHARE_WORDS)?,
+            shared_arrived: DeviceBuffer::zeroed(device, limits.max_rows * shape.kv_heads * 2)?,
+            n_items: DeviceBuffer::zeroed(device, 2)?,
             partial: DeviceBuffer::zeroed(device, partial)?,
             partial_sums: DeviceBuffer::zeroed(device, partial / shape.head_dim * 2)?,
             arrived: DeviceBuffer::zeroed(device, limits.max_rows * shape.kv_heads)?,
@@ -202,6 +248,8 @@ impl DecodeAttention {
             kernel,
             config: LaunchConfig::new(blocks.max(1), threads).dynamic_shared_bytes(shared as u32),
             max_splits,
+            all_splits,
+            shared_rows,
             resident_blocks: resident_blocks as usize,
             workspace: Arc::new(workspace),
         })
@@ -222,6 +270,51 @@ impl DecodeAttention {
         lengths: DeviceSlice<'_, i32>,
         length_offset: i32,
     ) -> Result<DecodePlan<'_>, CudaError> {
+        self.plan_rows(stream, slots, lengths, length_offset, Sharing::Off)
+    }
+
+    /// As [`plan`](Self::plan), and finds neighbouring rows whose rows of `page_table` (`[n_slots, max_pages_per_slot]`) start
+    /// with the same pages: their common prefix is then read once for up to [`DecodeOptions::shared_rows`] of them, and
+    /// combined with each row's own part through the softmaxes' maxima and sums. Nothing is shared where
+    /// [`DecodeOptions::shared_prefix`] says so, with functions or a window, or in steps of more than 1,024 rows.
+    ///
+    /// A row's bits then depend on the length of the prefix that it shares, and so on its neighbours.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan). Panics: none.
+    pub fn plan_shared(
+        &self,
+        stream: &Stream,
+        slots: DeviceSlice<'_, i32>,
+        lengths: DeviceSlice<'_, i32>,
+        length_offset: i32,
+        page_table: DeviceSlice<'_, i32>,
+    ) -> Result<DecodePlan<'_>, CudaError> {
+        let sharing = match self.options.shared_prefix {
+            Some(min_tokens) if self.shared_rows > 0 => Sharing::Prefixes {
+                page_table,
+                max_rows: self.shared_rows,
+                min_tokens,
+            },
+            _ => Sharing::Off,
+        };
+        self.plan_rows(stream, slots, lengths, length_offset, sharing)
+    }
+
+    fn plan_rows(
+        &self,
+        stream: &Stream,
+        slots: DeviceSlice<'_, i32>,
+        lengths: DeviceSlice<'_, i32>,
+        length_offset: i32,
+        sharing: Sharing<'_>,
+    ) -> Result<DecodePlan<'_>, CudaError> {
+        let sharing = match self.options.one_form {
+            true => Sharing::Fixed {
+                max_rows: self.shared_rows,
+            },
+            false => sharing,
+        };
         let (rows, limit) = (slots.len(), self.limits.max_rows);
         if rows > limit {
             return Err(CudaError::TooMany {
@@ -238,7 +331,13 @@ impl DecodeAttention {
                 slots,
                 lengths,
                 items: self.workspace.items.as_slice(),
+                shared_items: self.workspace.shared_items.as_slice(),
+                row_splits: self.workspace.row_splits.as_slice(),
+                row_lengths: self.workspace.row_lengths.as_slice(),
+                row_shares: self.workspace.row_shares.as_slice(),
+                shared_blocks: self.config.grid[0] as usize / self.shape.kv_heads.max(1),
                 n_items: self.workspace.n_items.as_slice(),
+                sharing,
                 table: self.table(),
                 page_size: self.shape.page_size,
                 length_offset,
@@ -270,6 +369,19 @@ impl DecodeAttention {
         Ok(DecodePlan {
             attention: self,
             rows,
+        })
+    }
+
+    /// Waits for the plan that was made last and says what it holds, for tests and reports.
+    ///
+    /// # Errors
+    /// [`CudaError::Cuda`]. Panics: none.
+    pub fn planned_items(&self, stream: &Stream) -> Result<PlannedItems, CudaError> {
+        let counts = stream.download(&self.workspace.n_items)?;
+        let count = |i: usize| counts.get(i).map_or(0, |&n| usize::try_from(n).unwrap_or(0));
+        Ok(PlannedItems {
+            own: count(0),
+            shared: count(1),
         })
     }
 
@@ -365,10 +477,16 @@ impl DecodePlan<'_> {
             lse: args.lse,
             items: of.workspace.items.as_slice(),
             n_items: of.workspace.n_items.as_slice(),
+            shared_items: of.workspace.shared_items.as_slice(),
+            row_splits: of.workspace.row_splits.as_slice(),
+            row_lengths: of.workspace.row_lengths.as_slice(),
+            row_shares: of.workspace.row_shares.as_slice(),
+            shared_arrived: of.workspace.shared_arrived.as_slice(),
+            fixed: of.options.one_form,
             partial: of.workspace.partial.as_slice(),
             partial_sums: of.workspace.partial_sums.as_slice(),
             arrived: of.workspace.arrived.as_slice(),
-            max_splits: of.max_splits,
+            max_splits: of.all_splits,
             scale: of.scale,
             captures: of.functions.captures(stream),
         };

@@ -10,7 +10,8 @@
 //!
 //! **Invariants.** The order of every sum depends on the row's own sequence alone: neither the other rows, nor where pages
 //! lie, nor (in prefill) how the sequence is cut into chunks changes a bit of a row's output. In decoding the number of
-//! rows of the step does, unless [`DecodeOptions::split`] fixes where rows are cut. Nothing at or past a
+//! rows of the step does, unless [`DecodeOptions::split`] fixes where rows are cut, and so do neighbours that share a prefix,
+//! where [`DecodeAttention::plan_shared`] lets them. Nothing at or past a
 //! sequence's length and no page that its slot does not own takes part, whatever is there. A row that sees no key gives 0 and a log-sum-exp
 //! of −∞.
 //!
@@ -29,7 +30,7 @@ mod prefill_tiles;
 mod shape;
 mod specs;
 
-pub use decode::{DecodeArgs, DecodeAttention, DecodeLimits, DecodePlan};
+pub use decode::{DecodeArgs, DecodeAttention, DecodeLimits, DecodePlan, PlannedItems};
 pub use error::CudaError;
 pub use flex::{DeviceBlockMask, FlexArgs, FlexAttention, QueryLayout};
 pub use functions::Functions;

@@ -4,8 +4,8 @@ use cuda_graphs::DeviceInfo;
 
 use super::{AttentionShape, CudaError, Functions};
 
-/// Options of [`DecodeAttention`](super::DecodeAttention). They change speed; `split` and `max_splits` also decide where a
-/// row is cut, and so the order of its sum, but not how exact it is.
+/// Options of [`DecodeAttention`](super::DecodeAttention). They change speed; `split`, `max_splits` and `shared_prefix` also
+/// decide where a row is cut, and so the order of its sum, but not how exact it is.
 ///
 /// ```no_run
 /// # use block_mask::cuda::*;
@@ -36,8 +36,15 @@ pub struct DecodeOptions {
     /// With a number a row's bits do not depend on the other rows of the step. With `None` they depend on how many rows
     /// there are: the same row in a step of another size may be cut elsewhere and summed in another order.
     pub split: Option<usize>,
-    /// Splits of a row at most, 1 to 256.
+    /// Splits of a row at most, 1 to 256; a shared prefix takes up to 8 more.
     pub max_splits: usize,
+    /// Read a prefix of at least so many tokens once for all neighbouring rows that share its pages, if the plan is made by
+    /// [`plan_shared`](super::DecodeAttention::plan_shared). `None`: never; a row's bits then do not depend on its neighbours.
+    pub shared_prefix: Option<usize>,
+    /// Compute every row in one form and cut it at every multiple of the split, whatever its length: a row's bits then depend
+    /// on its own tokens alone. Rows may also be several tokens of one prompt; neighbours of one slot share a read. Needs a
+    /// `split` of which `max_splits` hold the longest row, and no functions or window.
+    pub one_form: bool,
 }
 
 impl DecodeOptions {
@@ -64,7 +71,61 @@ impl DecodeOptions {
             blocks_per_multiprocessor,
             split: None,
             max_splits: 32,
+            shared_prefix: Some(SHARED_PREFIX),
+            one_form: false,
         }
+    }
+
+    /// These options for [`one_form`](Self::one_form), with rows of up to `max_length` tokens.
+    pub fn in_one_form(self, max_length: usize) -> DecodeOptions {
+        let mut split = ONE_FORM_SPLIT;
+        while max_length.div_ceil(split) > MOST_SPLITS {
+            split *= 2;
+        }
+        DecodeOptions {
+            split: Some(split),
+            max_splits: max_length.div_ceil(split).max(1),
+            shared_prefix: None,
+            one_form: true,
+            ..self
+        }
+    }
+
+    /// Refuses what [`one_form`](Self::one_form) cannot do.
+    pub(crate) fn check_one_form(
+        &self,
+        plain: bool,
+        shared_rows: usize,
+        max_length: usize,
+    ) -> Result<(), CudaError> {
+        let why = if !plain {
+            "functions and windows are not possible"
+        } else if shared_rows == 0 {
+            "the rings of a block are too small"
+        } else if self
+            .split
+            .is_none_or(|split| max_length.div_ceil(split) > self.max_splits)
+        {
+            "it needs a split of which max_splits hold the longest row"
+        } else {
+            return Ok(());
+        };
+        Err(CudaError::OptionRefused {
+            option: "one_form",
+            why: why.to_owned(),
+        })
+    }
+
+    /// Rows that one read of a shared prefix serves: 16 query heads a warp. 0 where the ring has no two stages, in step with
+    /// decode_shared.cuh.
+    pub fn shared_rows(&self, shape: &AttentionShape) -> usize {
+        let ring = self.warps * self.stages;
+        let large = ring >= 12 && DecodeOptions::head_tiles(shape) == 1;
+        let stages = ring * 16 / if large { 64 } else { 32 };
+        if stages < 2 || shape.group() == 0 {
+            return 0;
+        }
+        self.warps * 16 / shape.group()
     }
 
     pub(crate) fn check(&self) -> Result<(), CudaError> {
@@ -88,7 +149,7 @@ impl DecodeOptions {
         if !self.split.is_none_or(allowed) {
             return refuse("split", "it must be a multiple of 16 between 16 and 1,048,576");
         }
-        if !(1..=256).contains(&self.max_splits) {
+        if !(1..=MOST_SPLITS).contains(&self.max_splits) {
             return refuse("max_splits", "1 to 256 are possible");
         }
         Ok(())
@@ -123,6 +184,13 @@ impl DecodeOptions {
         ring + sums + self.warps * 8 * tiles * 8 + self.warps * self.stages * 4 + 16
     }
 }
+
+/// Of [`DecodeOptions::one_form`]: what many rows take by default.
+const ONE_FORM_SPLIT: usize = 512;
+/// Splits of a row at most.
+const MOST_SPLITS: usize = 256;
+/// A prefix worth the sums that sharing adds.
+const SHARED_PREFIX: usize = 128;
 
 /// Of the splits that are chosen by the number of rows.
 const SMALLEST_SPLIT: usize = 128;

@@ -24,6 +24,7 @@ fn headers() -> Vec<Header> {
         header!("mods.cuh"),
         header!("decode_plan.cuh"),
         header!("decode_attention.cuh"),
+        header!("decode_shared.cuh"),
         header!("prefill_attention.cuh"),
         header!("prefill_causal.cuh"),
         header!("flex_attention.cuh"),

@@ -230,3 +230,74 @@ fn operands_that_do_not_fit_are_refused() {
         .unwrap();
     stream.synchronize().unwrap();
 }
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn invariant_rows_have_the_same_bits_in_products_of_any_size() {
+    let stream = stream();
+    let folder = tempfile::tempdir().unwrap();
+    let options = MatmulOptions {
+        cache: CacheLocation::Folder(folder.path().to_path_buf()),
+        row_invariant: true,
+        ..MatmulOptions::default()
+    };
+    let matmul = Matmul::with_options(&stream, &options).unwrap();
+    assert_eq!(
+        [1, 64, 65, 1000].map(|m| matmul.padded_rows(m)),
+        [64, 64, 128, 1024]
+    );
+    // The second narrow and long: what algorithms like to split.
+    for (n, k) in [(640, 512), (256, 4096), (1000, 192)] {
+        let w = DeviceBuffer::from_slice(&stream, &random(1, n * k)).unwrap();
+        let rows = random(2, 2048 * k);
+        let product = |first: usize, m: usize| -> Vec<u32> {
+            let x = DeviceBuffer::from_slice(&stream, &rows[first * k..(first + m) * k]).unwrap();
+            let y = DeviceBuffer::<f32>::filled_with_bytes(stream.device(), m * n, 0xff).unwrap();
+            matmul.multiply(MatmulDims { m, n, k }, &x, &w, &y, None).unwrap();
+            stream
+                .download(&y)
+                .unwrap()
+                .into_iter()
+                .map(f32::to_bits)
+                .collect()
+        };
+        let all = product(0, 2048);
+        for (first, m) in [(0, 64), (700, 64), (1, 128), (64, 256), (300, 576), (1000, 1024)] {
+            assert!(
+                product(first, m) == all[first * n..(first + m) * n],
+                "n {n}, k {k}: rows {first}.. of {m}"
+            );
+        }
+        let dims = MatmulDims { m: 2048, n, k };
+        let values: Vec<f32> = all.iter().map(|&bits| f32::from_bits(bits)).collect();
+        let (x, w) = (rows, stream.download(&w).unwrap());
+        check(dims, &x, &w, None, &values, 0.0);
+        // A new instance takes what the first one chose.
+        let again = Matmul::with_options(&stream, &options).unwrap();
+        let x = DeviceBuffer::from_slice(&stream, &x[..64 * k]).unwrap();
+        let (w, y) = (
+            DeviceBuffer::from_slice(&stream, &w).unwrap(),
+            DeviceBuffer::<f32>::zeroed(stream.device(), 64 * n).unwrap(),
+        );
+        let dims = MatmulDims { m: 64, n, k };
+        again.multiply(dims, &x, &w, &y, None).unwrap();
+        let bits: Vec<u32> = stream
+            .download(&y)
+            .unwrap()
+            .into_iter()
+            .map(f32::to_bits)
+            .collect();
+        assert!(bits == all[..64 * n]);
+        let refused = matmul.multiply(
+            MatmulDims { m: 8, n, k },
+            x.slice(..8 * k).unwrap(),
+            &w,
+            y.slice(..8 * n).unwrap(),
+            None,
+        );
+        assert!(
+            matches!(refused, Err(Error::InvalidArgument { what: "product", .. })),
+            "{refused:?}"
+        );
+    }
+}

@@ -4,6 +4,8 @@
 //! device, from slots and positions that a replayed graph moves on. All layers of a step share it.
 //! A packed step with rows that decode has both: tiles for the chunks of prompts, a work list for those
 //! rows, so that their long contexts are cut into pieces for the whole device.
+//!
+//! Where nothing may depend on the batch, both kinds go through one kernel in one form, whose work list is made on the device.
 
 use block_mask::cuda::{
     AttentionShape, DecodeArgs, DecodeAttention, DecodeLimits, DecodeOptions, Functions, PrefillArgs,
@@ -40,14 +42,39 @@ impl Operands<'_> {
     }
 }
 
+fn shape(config: &Qwen3Config, options: &CudaOptions) -> AttentionShape {
+    AttentionShape {
+        heads: config.n_heads,
+        kv_heads: config.n_kv_heads,
+        head_dim: config.head_dim,
+        page_size: options.page_size,
+        n_pages: options.n_pages,
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Attention {
     decode: DecodeAttention,
     prefill: PrefillAttention,
+    /// Whether neighbours that share pages have them read once.
+    pub(crate) share_reads: bool,
+    /// For both kinds of steps, instead of the two above.
+    one_form: Option<OneForm>,
     /// Elements between the rows of `qkv`.
     row_stride: usize,
     chunks: Vec<PrefillChunk>,
 }
+
+/// Rows of both kinds of steps in the form that depends on nothing but the row.
+#[derive(Debug)]
+struct OneForm {
+    attention: DecodeAttention,
+    /// Rows at once: a packed step with more goes piece by piece.
+    max_rows: usize,
+}
+
+/// Bytes of partial sums that decide how many rows of a packed step are attended for at once.
+const PARTIAL_BYTES: usize = 256 << 20;
 
 impl Attention {
     pub(crate) fn new(
@@ -57,13 +84,7 @@ impl Attention {
         options: &CudaOptions,
     ) -> Result<Self> {
         let device = stream.device();
-        let shape = AttentionShape {
-            heads: config.n_heads,
-            kv_heads: config.n_kv_heads,
-            head_dim: config.head_dim,
-            page_size: options.page_size,
-            n_pages: options.n_pages,
-        };
+        let shape = shape(config, options);
         let table = options.page_table();
         let (n_slots, max_pages_per_slot) = (table.n_slots, table.max_pages_per_slot);
         let limits = DecodeLimits {
@@ -103,13 +124,52 @@ impl Attention {
         Ok(Self {
             decode,
             prefill,
+            share_reads: true,
+            one_form: None,
             row_stride: config.qkv_size(),
             chunks: Vec::new(),
         })
     }
 
+    /// Whether both kinds of steps have the form that depends on nothing but the row.
+    pub(crate) fn in_one_form(&self) -> bool {
+        self.one_form.is_some()
+    }
+
+    /// From now on in the form that depends on nothing but the row.
+    pub(crate) fn use_one_form(
+        &mut self,
+        stream: &Stream,
+        compiler: &Compiler,
+        config: &Qwen3Config,
+        options: &CudaOptions,
+    ) -> Result<()> {
+        let device = stream.device();
+        let shape = shape(config, options);
+        let table = options.page_table();
+        let max_length = table.max_pages_per_slot * table.page_size;
+        let how = DecodeOptions::for_device(device.info(), &shape).in_one_form(max_length);
+        let row_bytes = how.max_splits * config.n_heads * (config.head_dim + 2) * size_of::<f32>();
+        let wanted = options.max_tokens.max(options.max_batch_size);
+        let max_rows = (PARTIAL_BYTES / row_bytes.max(1))
+            .max(options.max_batch_size)
+            .min(wanted);
+        let limits = DecodeLimits {
+            max_rows,
+            n_slots: table.n_slots,
+            max_pages_per_slot: table.max_pages_per_slot,
+        };
+        let none = Functions::none();
+        let attention = DecodeAttention::new(device, compiler, shape, limits, None, None, none, how)?;
+        self.one_form = Some(OneForm { attention, max_rows });
+        Ok(())
+    }
+
     /// Sends the tiles of a packed step, but for its last `continued` chunks.
     pub(crate) fn prepare(&mut self, stream: &Stream, plan: &StepPlan<'_>, continued: usize) -> Result<()> {
+        if self.one_form.is_some() {
+            return Ok(());
+        }
         self.chunks.clear();
         let mut q_start = 0;
         let chunks = plan.chunks();
@@ -126,22 +186,41 @@ impl Attention {
         Ok(())
     }
 
-    /// Makes the work list of a decode step from `[rows]` slots and positions.
+    /// Makes the work list of a decode step from `[rows]` slots and positions. Neighbours that share pages, as siblings of a
+    /// group do, have them read once if [`share_reads`](Self::share_reads) says so.
     pub(crate) fn plan_decode(
         &self,
         stream: &Stream,
         slots: DeviceSlice<'_, i32>,
         positions: DeviceSlice<'_, i32>,
+        page_table: DeviceSlice<'_, i32>,
     ) -> Result<()> {
         stream.keep_memory(slots);
         stream.keep_memory(positions);
+        stream.keep_memory(page_table);
         // A row sees its own position too.
-        self.decode.plan(stream, slots, positions, 1)?;
+        if let Some(OneForm { attention, .. }) = &self.one_form {
+            attention.plan(stream, slots, positions, 1)?;
+        } else if self.share_reads {
+            self.decode.plan_shared(stream, slots, positions, 1, page_table)?;
+        } else {
+            self.decode.plan(stream, slots, positions, 1)?;
+        }
         Ok(())
     }
 
-    /// Attention of the chunks of the packed step that was prepared last.
-    pub(crate) fn packed(&self, stream: &Stream, of: &Operands<'_>) -> Result<()> {
+    /// Attention of the chunks of the packed step that was prepared last, or of all its rows in one form; rows have these
+    /// slots and positions. `first_layer`: no other layer of the step was attended for.
+    pub(crate) fn packed(
+        &self,
+        stream: &Stream,
+        of: &Operands<'_>,
+        [slots, positions]: [DeviceSlice<'_, i32>; 2],
+        first_layer: bool,
+    ) -> Result<()> {
+        if let Some(one_form) = &self.one_form {
+            return self.packed_in_one_form(one_form, stream, of, [slots, positions], first_layer);
+        }
         let args = PrefillArgs {
             q: of.qkv,
             q_token_stride: self.row_stride,
@@ -152,6 +231,36 @@ impl Attention {
             lse: None,
         };
         Ok(self.prefill.planned().run(stream, &args)?)
+    }
+
+    fn packed_in_one_form(
+        &self,
+        OneForm { attention, max_rows }: &OneForm,
+        stream: &Stream,
+        of: &Operands<'_>,
+        [slots, positions]: [DeviceSlice<'_, i32>; 2],
+        first_layer: bool,
+    ) -> Result<()> {
+        let rows = slots.len();
+        let width = of.out.len() / rows.max(1);
+        for from in (0..rows).step_by(*max_rows) {
+            let to = (from + max_rows).min(rows);
+            // The list of a step that is one piece is the same for all layers.
+            if first_layer || rows > *max_rows {
+                attention.plan(stream, slots.slice(from..to)?, positions.slice(from..to)?, 1)?;
+            }
+            let args = DecodeArgs {
+                q: of.qkv.slice(from * self.row_stride..to * self.row_stride)?,
+                q_row_stride: self.row_stride,
+                k: of.k,
+                v: of.v,
+                page_table: of.page_table,
+                out: of.out.slice(from * width..to * width)?,
+                lse: None,
+            };
+            attention.planned(to - from)?.run(stream, &args)?;
+        }
+        Ok(())
     }
 
     /// Attention of the decode step of `rows` rows that was planned last.
@@ -166,6 +275,10 @@ impl Attention {
             out: of.out,
             lse: None,
         };
-        Ok(self.decode.planned(rows)?.run(stream, &args)?)
+        let attention = match &self.one_form {
+            Some(OneForm { attention, .. }) => attention,
+            None => &self.decode,
+        };
+        Ok(attention.planned(rows)?.run(stream, &args)?)
     }
 }

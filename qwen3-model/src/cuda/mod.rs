@@ -29,6 +29,7 @@ mod decode_layers;
 mod four_bit;
 mod hashes;
 mod inputs;
+mod invariant;
 mod operations;
 mod profile;
 mod results;
@@ -178,6 +179,8 @@ pub struct CudaBackend {
     kernels: Kernels,
     matmul: Matmul,
     attention: Attention,
+    /// Whether nothing about a row may depend on the others: see [`invariant`].
+    invariant: bool,
     /// The layers of a small decode step, where the device can run them.
     layer_kernel: Option<LayerKernel>,
     weights: DeviceWeights,
@@ -266,7 +269,7 @@ impl CudaBackend {
         let words = PackedInputs::words(options.max_tokens, options.max_batch_size);
         let backend = Self {
             graphs: None,
-            workspace: Workspace::new(device, &config, max_rows, options.max_batch_size)?,
+            workspace: Workspace::new(device, &config, max_rows, options.max_batch_size, |rows| rows)?,
             cos_sin: DeviceBuffer::from_slice(&stream, &rotations(&config, options.max_seq_length))?,
             mirror: PageTableMirror::new(device, &table)?,
             mirrored: false,
@@ -293,6 +296,7 @@ impl CudaBackend {
             kernels,
             matmul,
             attention,
+            invariant: false,
             layer_kernel,
             weights,
             four_bit,
@@ -477,6 +481,12 @@ impl CudaBackend {
         }
         self.decode.advanced(bucket);
         Ok(())
+    }
+
+    /// Whether decode steps read pages that neighbouring rows share, such as the prompt of a group's siblings, once for all of
+    /// them; on at first. Counts for steps that are launched and graphs that are captured afterwards.
+    pub fn share_reads(&mut self, on: bool) {
+        self.attention.share_reads = on;
     }
 
     /// Captures a graph for every bucket, the largest first. Later decode steps replay them.

@@ -37,6 +37,8 @@ impl CudaBackend {
         };
         let w = &self.workspace;
         let out = w.normed.slice(..n * hidden)?;
+        // Rows too many hold anything; nothing of theirs is read.
+        let m = self.matmul.padded_rows(n);
         self.kernels.rms_norm(
             &self.stream,
             &RmsNorm {
@@ -53,13 +55,18 @@ impl CudaBackend {
             },
         )?;
         let dims = MatmulDims {
-            m: n,
+            m,
             n: vocab,
             k: hidden,
         };
         let logits = w.logits.slice(..n * vocab)?;
-        self.matmul
-            .multiply(dims, out, self.weights.head(), logits, None)?;
+        self.matmul.multiply(
+            dims,
+            w.normed.slice(..m * hidden)?,
+            self.weights.head(),
+            w.logits.slice(..m * vocab)?,
+            None,
+        )?;
         if let Some(bias) = self.weights.head_bias() {
             self.kernels
                 .add_bias(&self.stream, Product::F32(logits), bias.as_slice(), n)?;
@@ -152,11 +159,13 @@ impl Backend for CudaBackend {
         let continued = self.continued;
         self.attention.prepare(&self.stream, plan, continued)?;
         self.staging.end(&self.stream)?;
-        if continued > 0 {
+        if continued > 0 && !self.attention.in_one_form() {
             let decoding = tokens - continued..tokens;
             let slots = self.packed.slots.slice(decoding.clone())?;
             let positions = self.packed.positions.slice(decoding)?;
-            self.attention.plan_decode(&self.stream, slots, positions)?;
+            let table = self.mirror.rows();
+            self.attention
+                .plan_decode(&self.stream, slots, positions, table)?;
         }
         self.rows = Rows::Packed {
             tokens,
@@ -196,7 +205,9 @@ impl Backend for CudaBackend {
                 // The list of attention's work is the same for all layers.
                 let (slots, positions) = (self.decode.slots(bucket)?, self.decode.positions(bucket)?);
                 if !self.in_layers() {
-                    self.attention.plan_decode(&self.stream, slots, positions)?;
+                    let table = self.mirror.rows();
+                    self.attention
+                        .plan_decode(&self.stream, slots, positions, table)?;
                 }
                 embed(0..bucket, TokenSource::Last { slots, last_token })
             }
@@ -253,7 +264,7 @@ impl Backend for CudaBackend {
         if self.project_four_bit(layer, matrix)? {
             return Ok(());
         }
-        let m = self.n_rows();
+        let m = self.matmul.padded_rows(self.n_rows());
         let [n, k] = fused_shape(&self.config, matrix);
         let dims = MatmulDims { m, n, k };
         let weight = self.weights.layers[layer].matrix(matrix);
@@ -351,8 +362,12 @@ impl Backend for CudaBackend {
             Rows::Packed {
                 tokens, continued, ..
             } => {
-                self.attention.packed(&self.stream, &operands)?;
-                if continued == 0 {
+                let rows = [
+                    self.packed.slots.slice(..tokens)?,
+                    self.packed.positions.slice(..tokens)?,
+                ];
+                self.attention.packed(&self.stream, &operands, rows, layer == 0)?;
+                if continued == 0 || self.attention.in_one_form() {
                     return Ok(());
                 }
                 let (config, given) = (&self.config, tokens - continued);

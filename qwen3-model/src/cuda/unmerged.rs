@@ -54,8 +54,16 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`Error::Adapter`] for an adapter that does not fit, or replaces a whole module; [`Error::Option`] for a model shape
-    /// that has no kernels; [`Error::Cuda`]. The previous policies are then in force. Panics: none.
+    /// that has no kernels, or where rows are [batch-invariant](Self::make_batch_invariant); [`Error::Cuda`]. The previous
+    /// policies are then in force. Panics: none.
     pub fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<AdapterReport> {
+        if self.invariant {
+            let problem = "is not possible with adapters beside the weights: merge them".into();
+            return Err(Error::Option {
+                option: "batch_invariant",
+                problem,
+            });
+        }
         let start = Instant::now();
         let resolver = &mut self.adapters.resolver;
         let resolved: Vec<Resolved> = policies

@@ -32,7 +32,16 @@ pub(crate) struct Workspace {
 }
 
 impl Workspace {
-    pub(crate) fn new(device: &Device, config: &Qwen3Config, rows: usize, logit_rows: usize) -> Result<Self> {
+    /// For `rows` rows and the logits of `logit_rows`; products may be given more rows, up to `padded(rows)` of each.
+    pub(crate) fn new(
+        device: &Device,
+        config: &Qwen3Config,
+        rows: usize,
+        logit_rows: usize,
+        padded: impl Fn(usize) -> usize,
+    ) -> Result<Self> {
+        // The inputs of the head share a buffer with those of the layers.
+        let (rows, product_logits) = (padded(rows.max(logit_rows)), padded(logit_rows));
         let q = config.n_heads * config.head_dim;
         let [qkv, hidden] = fused_shape(config, FusedMatrix::Qkv);
         let [gate_up, _] = fused_shape(config, FusedMatrix::GateUp);
@@ -45,7 +54,7 @@ impl Workspace {
             mixed: bf16s(q)?,
             gate_up: bf16s(gate_up)?,
             gated: bf16s(config.intermediate_size)?,
-            logits: DeviceBuffer::zeroed(device, logit_rows * config.vocab_size)?,
+            logits: DeviceBuffer::zeroed(device, product_logits * config.vocab_size)?,
             sample: SampleScratch::new(device, logit_rows, config.vocab_size)?,
             logit_rows,
         })

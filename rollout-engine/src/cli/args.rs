@@ -130,8 +130,8 @@ pub(super) struct GenerateArgs {
     #[arg(long)]
     pub(super) prefix_cache: bool,
 
-    /// Refuse a device on which tokens and log-probabilities depend, in their last bits, on what else is in the batch: a
-    /// GPU. On a CPU they never do.
+    /// The same bits for a request whatever else is in the batch, however its prompt is cut into chunks, and whether it is
+    /// preempted; slower on a GPU. On a CPU that always holds.
     #[arg(long)]
     pub(super) batch_invariant: bool,
 

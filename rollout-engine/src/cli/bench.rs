@@ -46,6 +46,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
     } else {
         args.batches.clone()
     };
+    args.check_groups(&batches)?;
     let largest = batches.iter().copied().max().unwrap_or(1);
     let ordinal = match args.device {
         DeviceChoice::Cuda(ordinal) => ordinal,
@@ -61,6 +62,8 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         capture: !args.no_capture_cudagraph,
         pristine: args.lora_pristine,
         mixed_steps: CudaSettings::default().mixed_steps && !args.separate_decode,
+        share_reads: !args.no_shared_reads,
+        batch_invariant: args.batch_invariant,
     };
     let pool = pool(args, largest);
     let begin = Instant::now();
@@ -110,7 +113,8 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         .iter()
         .map(|batch| {
             let mut report = report(args, batch, &floor);
-            prefill::add_rates(&mut report, &config, batch.prompts, matrix_rate);
+            let lens = prefill::prompt_lens(args, &config, batch.prompts);
+            prefill::add_rates(&mut report, &config, &lens, matrix_rate);
             report["backend"] = json!(backend);
             report["device"] = json!(device);
             report["commit"] = json!(option_env!("ROLLOUT_COMMIT"));
@@ -163,6 +167,7 @@ fn run_on_cpu(args: &BenchArgs, batches: &[usize], largest: usize) -> Result<(),
         ("--lora-rank", args.lora_rank.is_some()),
         ("--quantize", args.quantize.is_some()),
         ("--no-capture-cudagraph", args.no_capture_cudagraph),
+        ("--no-shared-reads", args.no_shared_reads),
     ];
     if let Some((flag, _)) = only_gpu.iter().find(|(_, given)| *given) {
         return Err(CliError::Usage(format!(
@@ -184,6 +189,7 @@ fn run_on_cpu(args: &BenchArgs, batches: &[usize], largest: usize) -> Result<(),
     let config = Qwen3Config::from_dir(&dir).map_err(Error::from)?;
     let settings = RunnerSettings {
         pool: pool(args, largest),
+        batch_invariant: args.batch_invariant,
         ..RunnerSettings::default()
     };
     let opened = device::open(DeviceChoice::Cpu, &dir, &config, &settings)?;

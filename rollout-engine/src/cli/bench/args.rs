@@ -6,6 +6,7 @@ use clap::Args;
 use qwen3_model::{PristineCopy, QuantType};
 use serde_json::{Value, json};
 
+use super::workload::LONGEST_PROMPT;
 use crate::cli::CliError;
 use crate::cli::args::positive;
 use crate::cli::sampling::DrawArgs;
@@ -26,6 +27,23 @@ pub(in crate::cli) struct BenchArgs {
     /// Run once for each of these numbers of prompts, such as 1,8,64, and print a table.
     #[arg(long, value_name = "N,N,…", value_delimiter = ',', value_parser = positive, conflicts_with = "n_prompts")]
     pub(super) batches: Vec<usize>,
+
+    /// Completions of each prompt, which share its pages: --n-prompts 64 --group-size 8 decodes 8 prompts 8 times each. Divides
+    /// every number of prompts.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive, conflicts_with = "arrival_rate")]
+    pub(super) group_size: usize,
+
+    /// Length of every prompt, in tokens. Default: 64 to 256, as in the common workload.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) prompt_tokens: Option<usize>,
+
+    /// Read the keys and values of a prompt once for each of its completions, as if they shared no pages.
+    #[arg(long)]
+    pub(super) no_shared_reads: bool,
+
+    /// Compute with the same bits whatever else is in the batch.
+    #[arg(long)]
+    pub(super) batch_invariant: bool,
 
     /// Measured rounds, after one that is not counted.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = positive)]
@@ -124,6 +142,25 @@ pub(in crate::cli) struct BenchArgs {
 }
 
 impl BenchArgs {
+    /// Refuses numbers of prompts that are no whole groups.
+    pub(super) fn check_groups(&self, batches: &[usize]) -> Result<(), CliError> {
+        match batches
+            .iter()
+            .find(|prompts| !prompts.is_multiple_of(self.group_size))
+        {
+            None => Ok(()),
+            Some(prompts) => Err(CliError::Usage(format!(
+                "--group-size {} does not divide {prompts} prompts",
+                self.group_size
+            ))),
+        }
+    }
+
+    /// Tokens of the longest prompt.
+    pub(super) fn longest_prompt(&self) -> usize {
+        self.prompt_tokens.unwrap_or(LONGEST_PROMPT)
+    }
+
     /// How the workload's tokens are chosen.
     pub(super) fn sampling(&self) -> Result<SamplingParams, CliError> {
         let mut sampling = self.draw.workload(self.max_new_tokens)?;

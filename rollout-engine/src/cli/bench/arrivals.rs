@@ -161,7 +161,9 @@ pub(super) fn measure<R: Runner>(
         seed: Some(args.seed),
         ..args.sampling()?
     };
-    let prompts: Vec<Vec<u32>> = (0..args.n_prompts).map(|i| prompt(i, vocab_size)).collect();
+    let prompts: Vec<Vec<u32>> = (0..args.n_prompts)
+        .map(|i| prompt(i, args.prompt_tokens, vocab_size))
+        .collect();
     let due = arrival_times(args.n_prompts, rate, args.seed);
     let mut times = Times::default();
     for round in 0..=args.n_rounds {

@@ -6,7 +6,6 @@ use qwen3_model::cuda::WeightSource;
 use qwen3_model::{Qwen3Config, Weights};
 
 use super::BenchArgs;
-use super::workload::LONGEST_PROMPT;
 use crate::cli::CliError;
 use crate::cuda_runner::{CudaRunner, CudaSettings};
 use crate::pool::PoolSettings;
@@ -15,7 +14,7 @@ use crate::{Error, bundled};
 pub(super) fn pool(args: &BenchArgs, largest: usize) -> PoolSettings {
     let max_seq_length = args
         .max_seq_length
-        .unwrap_or(LONGEST_PROMPT + args.max_new_tokens);
+        .unwrap_or(args.longest_prompt() + args.max_new_tokens);
     let max_batch_size = args.max_batch_size.unwrap_or(largest);
     let pages = max_batch_size
         .saturating_mul(max_seq_length.div_ceil(args.page_size))

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use qwen3_model::{Projection, Qwen3Config};
 use serde_json::{Value, json};
 
+use super::BenchArgs;
 use super::workload::prompt;
 
 /// Rows and columns of the product that the rate is held against.
@@ -26,9 +27,15 @@ fn operations(config: &Qwen3Config, lens: impl Iterator<Item = usize>) -> f64 {
     .sum()
 }
 
+/// Tokens of the prompts of `sequences` sequences; completions of one prompt share its prefill.
+pub(super) fn prompt_lens(args: &BenchArgs, config: &Qwen3Config, sequences: usize) -> Vec<usize> {
+    (0..sequences / args.group_size)
+        .map(|i| prompt(i, args.prompt_tokens, config.vocab_size).len())
+        .collect()
+}
+
 /// Adds the work of the prompts of the workload to a report, and the rates where there is one to compare with.
-pub(super) fn add_rates(report: &mut Value, config: &Qwen3Config, prompts: usize, matrix_rate: Option<f64>) {
-    let lens: Vec<usize> = (0..prompts).map(|i| prompt(i, config.vocab_size).len()).collect();
+pub(super) fn add_rates(report: &mut Value, config: &Qwen3Config, lens: &[usize], matrix_rate: Option<f64>) {
     let work = operations(config, lens.iter().copied());
     report["prefill_tokens"] = json!(lens.iter().sum::<usize>());
     report["prefill_tflop"] = json!(work / 1e12);
@@ -87,7 +94,10 @@ mod tests {
     fn rates_are_work_over_time() {
         let config = Qwen3Config::qwen3_4b();
         let mut report = json!({ "n_prompts": 64, "prefill_ms": 132.0 });
-        add_rates(&mut report, &config, 64, Some(793e12));
+        let lens: Vec<usize> = (0..64)
+            .map(|i| prompt(i, None, config.vocab_size).len())
+            .collect();
+        add_rates(&mut report, &config, &lens, Some(793e12));
         let number = |key: &str| report[key].as_f64().unwrap();
         assert_eq!(number("prefill_tokens"), 10_173.0);
         let expected = number("prefill_tflop") / 0.132;
@@ -95,7 +105,7 @@ mod tests {
         assert!((number("prefill_percent_of_matrix_rate") - expected / 7.93).abs() < 1e-9);
         assert!(table(&[report]).contains("of the 793"));
         let mut without = json!({ "n_prompts": 1, "prefill_ms": 4.0 });
-        add_rates(&mut without, &config, 1, None);
+        add_rates(&mut without, &config, &lens[..1], None);
         assert!(without["matrix_tflops"].is_null() && table(&[without]).is_empty());
     }
 }

@@ -30,9 +30,10 @@ pub(super) struct Measured {
     pub(super) profile: Vec<StageTime>,
 }
 
-pub(super) fn prompt(i: usize, vocab: usize) -> Vec<u32> {
+/// Prompt `i`, of `tokens` tokens if that is given.
+pub(super) fn prompt(i: usize, tokens: Option<usize>, vocab: usize) -> Vec<u32> {
     // Ids of the common workload where the vocabulary has them, else wrapped into it.
-    (0..64 + i * 37 % 193)
+    (0..tokens.unwrap_or(64 + i * 37 % 193))
         .map(|j| ((1000 + (i * 7919 + j * 104_729) % 140_000) % vocab) as u32)
         .collect()
 }
@@ -57,10 +58,11 @@ pub(super) fn measure<R: Runner>(
     let mut middle = Vec::new();
     for round in 0..=args.n_rounds {
         let begin = Instant::now();
-        for i in 0..prompts {
+        for i in 0..prompts / args.group_size {
             // Every round draws the same tokens.
             sampling.seed = Some(args.seed.wrapping_add(i as u64));
-            scheduler.submit(prompt(i, config.vocab_size), &sampling)?;
+            let prompt = prompt(i, args.prompt_tokens, config.vocab_size);
+            scheduler.submit_group(prompt, &sampling, args.group_size)?;
         }
         let mut events = Vec::new();
         let mut completions = Vec::with_capacity(prompts);
@@ -76,10 +78,14 @@ pub(super) fn measure<R: Runner>(
             }
             for event in events.drain(..) {
                 match event {
-                    Event::Token { request, .. } if prefill_ms.is_none() => {
-                        started.insert(request);
+                    Event::Token { request, index, .. } if prefill_ms.is_none() => {
+                        started.insert((request, index));
                     }
-                    Event::Finished { request, result, .. } => completions.push((request, result?)),
+                    Event::Finished {
+                        request,
+                        index,
+                        result,
+                    } => completions.push(((request, index), result?)),
                     _ => {}
                 }
             }
@@ -88,7 +94,7 @@ pub(super) fn measure<R: Runner>(
             }
         }
         let wall = begin.elapsed().as_secs_f64();
-        completions.sort_by_key(|(request, _)| *request);
+        completions.sort_by_key(|(of, _)| *of);
         let completions: Vec<TokenCompletion> = completions
             .into_iter()
             .map(|(_, completion)| completion)
@@ -147,10 +153,11 @@ mod tests {
 
     #[test]
     fn the_workload_is_the_common_one_and_stays_in_the_vocabulary() {
-        assert_eq!(prompt(0, 151_936)[..3], [1000, 105_729, 70_458]);
-        assert_eq!(prompt(1, 151_936).len(), 101);
-        assert!((0..300).all(|i| (64..=LONGEST_PROMPT).contains(&prompt(i, 151_936).len())));
-        assert!((0..300).flat_map(|i| prompt(i, 571)).all(|id| id < 571));
+        assert_eq!(prompt(0, None, 151_936)[..3], [1000, 105_729, 70_458]);
+        assert_eq!(prompt(1, None, 151_936).len(), 101);
+        assert!((0..300).all(|i| (64..=LONGEST_PROMPT).contains(&prompt(i, None, 151_936).len())));
+        assert_eq!(prompt(1, Some(2000), 571).len(), 2000);
+        assert!((0..300).flat_map(|i| prompt(i, None, 571)).all(|id| id < 571));
     }
 
     #[test]
