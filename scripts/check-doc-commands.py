@@ -52,6 +52,8 @@ COMMANDS = {
     "rollout bench --model random:qwen3-4b --arrival-rate 60 --n-prompts 96 --max-new-tokens 64 --max-batch-size 64"
     " --n-rounds 1": "gpu",
     "python3 scripts/compare_transformers.py --tiny --rollout target/release/rollout": "needs PyTorch and transformers",
+    "python3 scripts/compare_transformers.py --tiny --device cuda:0 --rollout target/release/rollout": "needs PyTorch, transformers and a GPU",
+    "python3 scripts/compare_transformers.py --shape 0.6b --rollout target/release/rollout": "needs PyTorch, transformers and a GPU",
     "cargo +nightly fuzz run page_table -- -max_total_time=60": "ci scripts/fuzz.sh",
     "cargo +nightly fuzz run TARGET FILE": "needs an input that fails",
     "cargo +nightly fuzz fmt TARGET FILE": "needs an input that fails",

@@ -44,7 +44,8 @@ struct Schedule {
     arrivals: Vec<(usize, usize, Option<usize>)>,
 }
 
-fn requests() -> Vec<Request> {
+/// Problems with `longest` new tokens at most, and a few more for each.
+fn requests(longest: usize) -> Vec<Request> {
     let problems = [
         "Noah has 255 apples. Noah sells 89 apples. 75 apples break. What is the number of apples now?",
         "Noah has 255 apples. Noah sells 89 apples. 75 apples break. How many apples are left?",
@@ -54,7 +55,9 @@ fn requests() -> Vec<Request> {
         "Uma has 31 tickets. Uma sells 25 tickets. Uma finds 74 more tickets. How many tickets are left with Uma?",
     ];
     let request = |(i, problem): (usize, &&str)| {
-        let request = Request::user(*problem).max_new_tokens(14 + 3 * i).seed(i as u64);
+        let request = Request::user(*problem)
+            .max_new_tokens(longest + 3 * i)
+            .seed(i as u64);
         match i % 3 {
             0 => request,
             1 => request.temperature(1.0).n(3),
@@ -108,7 +111,12 @@ fn alone(device: DeviceChoice, page_size: usize, requests: &[Request]) -> Vec<Ve
     groups.collect()
 }
 
-fn sizes(page_sizes: &[usize], batches: std::ops::Range<usize>) -> impl Strategy<Value = Sizes> {
+/// Pools in which the longest sequence, of `longest` tokens, fits; a few often do not.
+fn sizes(
+    page_sizes: &[usize],
+    batches: std::ops::Range<usize>,
+    longest: usize,
+) -> impl Strategy<Value = Sizes> {
     (
         prop::sample::select(page_sizes.to_vec()),
         batches,
@@ -118,8 +126,7 @@ fn sizes(page_sizes: &[usize], batches: std::ops::Range<usize>) -> impl Strategy
         .prop_map(|(page_size, max_batch_size, spare, max_prefill_tokens)| Sizes {
             page_size,
             max_batch_size,
-            // The longest sequence fits; a few often do not.
-            n_pages: 1 + (112 + spare).div_ceil(page_size),
+            n_pages: 1 + (longest + spare).div_ceil(page_size),
             max_prefill_tokens,
         })
 }
@@ -232,12 +239,12 @@ fn fixed() -> TestRunner {
 
 #[test]
 fn two_hundred_random_schedules_give_the_same_bits() {
-    let requests = requests();
+    let requests = requests(14);
     let expected: HashMap<_, _> = PAGE_SIZES
         .map(|size| (size, alone(DeviceChoice::Cpu, size, &requests)))
         .into();
     let mut runner = fixed();
-    let strategy = (sizes(&PAGE_SIZES, 1..9), schedule(requests.len()));
+    let strategy = (sizes(&PAGE_SIZES, 1..9, 112), schedule(requests.len()));
     let mut totals = [0; 3];
     for number in 0..200 {
         let (sizes, schedule) = strategy.new_tree(&mut runner).expect("a schedule").current();
@@ -260,14 +267,15 @@ fn two_hundred_random_schedules_give_the_same_bits() {
 #[ignore = "needs an NVIDIA GPU"]
 fn two_hundred_random_schedules_give_the_same_bits_on_a_gpu() {
     let device = DeviceChoice::Cuda(0);
-    let requests = requests();
+    // Pages hold 16 tokens at least: these grow over several.
+    let requests = requests(64);
     let expected = alone(device, 64, &requests);
     let mut runner = fixed();
     let mut totals = [0; 3];
     // An engine serves many schedules: to make one takes longer than a schedule. Batches of all buckets up to 48.
     for round in 0..10 {
         let batches = if round % 2 == 0 { 1..12 } else { 12..49 };
-        let sizes = sizes(&GPU_PAGE_SIZES, batches)
+        let sizes = sizes(&GPU_PAGE_SIZES, batches, 164)
             .new_tree(&mut runner)
             .expect("sizes")
             .current();
