@@ -123,12 +123,14 @@ fn sizes(
         0usize..64,
         1usize..90,
     )
-        .prop_map(|(page_size, max_batch_size, spare, max_prefill_tokens)| Sizes {
-            page_size,
-            max_batch_size,
-            n_pages: 1 + (longest + spare).div_ceil(page_size),
-            max_prefill_tokens,
-        })
+        .prop_map(
+            move |(page_size, max_batch_size, spare, max_prefill_tokens)| Sizes {
+                page_size,
+                max_batch_size,
+                n_pages: 1 + (longest + spare).div_ceil(page_size),
+                max_prefill_tokens,
+            },
+        )
 }
 
 fn schedule(n_requests: usize) -> impl Strategy<Value = Schedule> {
