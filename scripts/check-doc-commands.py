@@ -34,7 +34,7 @@ COMMANDS = {
     "cargo bench -p benches -- page_table": "ci cargo bench -p benches -- page_table/4096_tokens --quick",
     "cargo bench -p benches -- page_table/4096_tokens/fork": "a part of the former",
     "cargo bench -p benches --bench model": "takes minutes; built by clippy and tests",
-    "cargo bench -p benches --features cuda --bench on_gpu": "gpu",
+    "cargo bench -p benches --bench on_gpu": "gpu",
     "cargo add paged-kv": PUBLISHED,
     "cargo add block-mask": PUBLISHED,
     "cargo add cuda-graphs --features cuda": PUBLISHED,

@@ -60,7 +60,7 @@ def main():
             tests = source.find("#[cfg(test)]\nmod ")
             for match in TYPE.finditer(source[: tests if tests >= 0 else None]):
                 name, number = match.group(1), source.count("\n", 0, match.start(1))
-                if name == "Sealed":
+                if name == "Sealed" or "#[doc(hidden)]" in lines[max(0, number - 3) : number]:
                     continue
                 types[name] = f"{path.relative_to(ROOT)}:{number + 1}"
                 if blocks(own_documentation(lines, number)):

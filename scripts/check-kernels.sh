@@ -6,5 +6,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup-nvrtc.sh
 export ROLLOUT_REQUIRE_NVRTC=1
-cargo test --release --features examples/cuda -p block-mask -p paged-kv -p lora-merge -p qwen3-model -p cuda-graphs -p examples \
+cargo test --release -p block-mask -p paged-kv -p lora-merge -p qwen3-model -p cuda-graphs -p examples \
   kernels_compile_for_every_architecture -- --include-ignored --nocapture

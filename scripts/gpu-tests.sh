@@ -51,13 +51,13 @@ examples=(custom_mask_gpu graph_per_bucket hot_refresh)
 # Paths of the binaries of tests and benchmarks and of the examples that cargo builds, one a line.
 build() {
   local output example arguments=()
-  output=$(cargo test --release --workspace --features examples/cuda,benches/cuda --lib --tests --bench on_gpu --no-run 2>&1) || {
+  output=$(cargo test --release --workspace --lib --tests --bench on_gpu --no-run 2>&1) || {
     printf '%s\n' "$output" >&2
     return 1
   }
   printf '%s\n' "$output" | sed -n 's/^ *Executable.*(\(.*\))$/\1/p'
   for example in "${examples[@]}"; do arguments+=(--example "$example"); done
-  cargo build --quiet --release -p examples --features cuda "${arguments[@]}" >&2 || return 1
+  cargo build --quiet --release -p examples "${arguments[@]}" >&2 || return 1
   for example in "${examples[@]}"; do echo "${CARGO_TARGET_DIR:-target}/release/examples/$example"; done
 }
 

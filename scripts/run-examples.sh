@@ -2,12 +2,12 @@
 # Builds and runs every example that needs no GPU. Those that need one say so in one line and exit 0 without it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo build --quiet --release -p examples --examples --features cuda
+cargo build --quiet --release -p examples --examples
 for source in examples/examples/*.rs; do
   name=$(basename "$source" .rs)
   echo "--- $name"
   # The short form of those that take a minute.
   short=()
   if grep -q -- '-- --short' "$source"; then short=(-- --short); fi
-  cargo run --quiet --release -p examples --features cuda --example "$name" "${short[@]}"
+  cargo run --quiet --release -p examples --example "$name" "${short[@]}"
 done

@@ -1,7 +1,7 @@
 //! What the crates do on a GPU: attention over pages, the page table's mirror, merging an adapter, replaying a graph, and
 //! decode steps of Qwen3-0.6B's shape.
 //!
-//! `cargo bench -p benches --features cuda --bench on_gpu`
+//! `cargo bench -p benches --bench on_gpu`
 //!
 //! Times are the device's own, between two events around a run of launches, but for the mirror and the decode step, where
 //! the host's part counts.

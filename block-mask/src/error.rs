@@ -171,4 +171,14 @@ pub enum Error {
 }
 
 /// Result with this crate's [`Error`].
+///
+/// ```
+/// use block_mask::{BlockMask, Logical, MaskMod, MaskShape, Result};
+///
+/// fn causal(len: usize) -> Result<BlockMask<Logical>> {
+///     BlockMask::from_fn(MaskShape::new(1, 1, len, len), MaskMod::causal())
+/// }
+/// assert_eq!(causal(300)?.n_blocks(), 6, "of 3 x 3 blocks of 128");
+/// # Ok::<(), block_mask::Error>(())
+/// ```
 pub type Result<T> = std::result::Result<T, Error>;

@@ -1,6 +1,6 @@
 //! A mask and a score function of one's own in a kernel on a GPU, over pages, checked against the CPU.
 //!
-//! `cargo run --release -p examples --features cuda --example custom_mask_gpu`
+//! `cargo run --release -p examples --example custom_mask_gpu`
 //!
 //! Without a GPU it prints the functions as the kernel gets them, in CUDA C, and says what is missing.
 

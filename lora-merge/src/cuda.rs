@@ -80,6 +80,28 @@ impl MergeKernels {
 /// Where one module's weights are on the device, both `[rows, columns]` as stored.
 ///
 /// `columns` must be a multiple of 8, and both must begin at a multiple of 16 bytes.
+///
+/// ```no_run
+/// use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
+/// use half::bf16;
+/// use lora_merge::ModuleUpdate;
+/// use lora_merge::cuda::{MergeKernels, MergePlan, MergeTarget, MergeWorkspace};
+///
+/// # fn merge(q: &ModuleUpdate) -> Result<(), Box<dyn std::error::Error>> {
+/// let device = Device::open(0)?;
+/// let stream = Stream::new(&device)?;
+/// let kernels = MergeKernels::load(&Compiler::new()?, &device)?;
+/// let mut workspace = MergeWorkspace::new(&device)?;
+/// let (rows, columns) = q.shape();
+/// let pristine = DeviceBuffer::<bf16>::zeroed(&device, rows * columns)?;
+/// let served = DeviceBuffer::<bf16>::zeroed(&device, rows * columns)?;
+/// let targets = [MergeTarget { pristine: pristine.as_slice(), merged: served.as_slice() }];
+/// // Making the plan may fail and touches no weight; running it writes them all.
+/// let mut plan = MergePlan::new(&kernels, &mut workspace, &stream, &[("q_proj", q)], &targets)?;
+/// plan.run(&kernels, &mut workspace, &stream, &targets)?;
+/// println!("{:?}", plan.outcomes(&stream)?);
+/// # Ok(()) }
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct MergeTarget<'a> {
     /// The pristine weight; only read.

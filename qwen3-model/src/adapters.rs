@@ -13,6 +13,12 @@ use sha2::{Digest, Sha256};
 use crate::{Projection, Qwen3Config, Weights};
 
 /// How active adapters take part in the model.
+///
+/// ```
+/// use qwen3_model::MergeMode;
+///
+/// assert_eq!(MergeMode::default(), MergeMode::Merged);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum MergeMode {
     /// Targeted matrices are replaced by merged ones, rounded once to bf16 from the pristine
@@ -24,6 +30,13 @@ pub enum MergeMode {
 }
 
 /// Where the pristine copy of adapted weights lives: memory against the time of a refresh. The merged bits are the same.
+///
+/// ```
+/// use qwen3_model::PristineCopy;
+///
+/// assert_eq!("pinned".parse(), Ok(PristineCopy::Pinned));
+/// assert!("disk".parse::<PristineCopy>().is_err());
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum PristineCopy {
     /// In device memory: the quickest refresh.
@@ -49,6 +62,19 @@ impl std::str::FromStr for PristineCopy {
 }
 
 /// What a change of adapters did.
+///
+/// ```
+/// use qwen3_model::{AdapterReport, LoadOptions, MergeMode, Model, Qwen3Config, random_adapter};
+///
+/// # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../rollout-engine/models/tiny-qwen3-math");
+/// let config = Qwen3Config::from_dir(dir.as_ref())?;
+/// let mut model = Model::load(dir, &LoadOptions::default())?;
+/// let adapter = lora_merge::ActiveAdapter::new(random_adapter(&config, 4, 1)?);
+/// let report: AdapterReport = model.set_adapters(&[adapter], MergeMode::Merged)?;
+/// assert!(report.differs_from_base && report.changed_modules == report.adapted_modules);
+/// assert_eq!(report.version.number, 1);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct AdapterReport {
@@ -187,6 +213,18 @@ pub(crate) const IN_FOUR_BITS: &str = "its weight is in 4 bits, and rounding to 
      apply adapters at run time, or dequantise the model to bf16 when it is loaded";
 
 /// A model's weights as the pristine copy of a [`lora_merge::MergedStore`] over [`modules`].
+///
+/// ```
+/// use lora_merge::PristineSource;
+/// use qwen3_model::{PristineWeights, Qwen3Config, Weights};
+///
+/// # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../rollout-engine/models/tiny-qwen3-math");
+/// let config = Qwen3Config::from_dir(dir.as_ref())?;
+/// let pristine = PristineWeights::new(Weights::open(dir.as_ref(), &config)?);
+/// assert!(pristine.slice(0).is_some(), "q_proj of layer 0");
+/// assert_eq!(pristine.resident_bytes(0), 0, "it lies in a mapped file");
+/// # Ok::<(), qwen3_model::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct PristineWeights(Weights);
 

@@ -31,6 +31,12 @@ use paged_kv::{KvLayout, PageCopy};
 use crate::{AdapterReport, Error, FusedMatrix, MergeMode, Qwen3Config, Result, StepPlan};
 
 /// The two norms of a layer.
+///
+/// ```
+/// use qwen3_model::Norm;
+///
+/// assert_ne!(Norm::Attention, Norm::Mlp);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Norm {
     /// `input_layernorm`, before attention.
@@ -44,6 +50,17 @@ pub enum Norm {
 /// Buffers are named in the [module's drawing](self). Every operation works on the rows of the
 /// step that [`prepare`](Backend::prepare) announced, in the order of [`walk`]; a device may
 /// queue them.
+///
+/// ```
+/// use qwen3_model::{Backend, CpuBackend, LoadOptions, Qwen3Config, Weights};
+///
+/// # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../rollout-engine/models/tiny-qwen3-math");
+/// let config = Qwen3Config::from_dir(dir.as_ref())?;
+/// let weights = Weights::open(dir.as_ref(), &config)?;
+/// let backend = CpuBackend::new(config, weights, &LoadOptions::default())?;
+/// assert_eq!(backend.kv_layout().n_layers, backend.config().n_layers);
+/// # Ok::<(), qwen3_model::Error>(())
+/// ```
 pub trait Backend {
     /// The model's shape.
     fn config(&self) -> &Qwen3Config;

@@ -7,6 +7,14 @@ use crate::json::{Fields, parse_object, read_object};
 ///
 /// Sampling parameters in the file are a model's recommendation; they are kept as stated and
 /// applied by nobody unless a caller does.
+///
+/// ```
+/// use qwen3_model::GenerationConfig;
+///
+/// let config = GenerationConfig::from_json(br#"{"eos_token_id": [7, 3], "temperature": 0.6}"#)?;
+/// assert_eq!((config.eos_token_ids, config.temperature), (vec![7, 3], Some(0.6)));
+/// # Ok::<(), qwen3_model::Error>(())
+/// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationConfig {
     /// Ids that end a completion: one or several, without repetition.

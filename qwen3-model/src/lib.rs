@@ -15,7 +15,9 @@ mod four_bit;
 pub mod fuzzing;
 mod generation_config;
 mod json;
+// Kernels by themselves: for the tests and the backend, no part of the interface.
 #[cfg(feature = "cuda")]
+#[doc(hidden)]
 #[allow(unsafe_code)]
 pub mod launch;
 #[allow(unsafe_code)]

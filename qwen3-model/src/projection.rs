@@ -1,4 +1,11 @@
 /// One of the seven matrices of a layer, by its name in Hugging Face files.
+///
+/// ```
+/// use qwen3_model::{FusedMatrix, Projection};
+///
+/// assert_eq!(Projection::Up.module(3), "model.layers.3.mlp.up_proj");
+/// assert_eq!(Projection::Up.fused(), FusedMatrix::GateUp);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Projection {
     /// `self_attn.q_proj`: `[n_heads * head_dim, hidden]`.
@@ -59,6 +66,12 @@ impl Projection {
 }
 
 /// A matrix product as a backend runs it: projections with the same input are one.
+///
+/// ```
+/// use qwen3_model::{FusedMatrix, Projection};
+///
+/// assert_eq!(FusedMatrix::GateUp.parts(), [Projection::Gate, Projection::Up]);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum FusedMatrix {
     /// Query, key and value rows, in this order; normed hidden state in.

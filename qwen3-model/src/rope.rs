@@ -8,6 +8,12 @@ use crate::json::Fields;
 use crate::{Error, Result};
 
 /// How positions are scaled beyond the trained context.
+///
+/// ```
+/// use qwen3_model::{Qwen3Config, RopeScaling};
+///
+/// assert_eq!(Qwen3Config::qwen3_0_6b().rope.scaling, RopeScaling::Default);
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum RopeScaling {
@@ -32,6 +38,13 @@ pub enum RopeScaling {
 }
 
 /// The rotary embedding of a model.
+///
+/// ```
+/// use qwen3_model::{RopeConfig, RopeScaling};
+///
+/// let rope = RopeConfig { theta: 10_000.0, scaling: RopeScaling::Default };
+/// assert_eq!(rope.frequencies(4).inv_freq, [1.0, 0.01]);
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct RopeConfig {
     /// Base of the frequencies.
@@ -41,6 +54,15 @@ pub struct RopeConfig {
 }
 
 /// Inverse frequencies of a model's rotary embedding.
+///
+/// ```
+/// use qwen3_model::RopeFrequencies;
+///
+/// let frequencies = RopeFrequencies { inv_freq: vec![1.0, 0.5], attention_factor: 1.0 };
+/// let (mut cos, mut sin) = ([0.0; 2], [0.0; 2]);
+/// frequencies.cos_sin(2, &mut cos, &mut sin);
+/// assert_eq!((cos[1], sin[1]), (1f32.cos(), 1f32.sin()));
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct RopeFrequencies {
     /// `[head_dim / 2]`, radians per position.

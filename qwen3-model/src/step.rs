@@ -101,6 +101,21 @@ impl<'a> StepPlan<'a> {
 
 /// Checks steps and holds what they are expanded to, so that a step allocates nothing once the
 /// largest has been seen.
+///
+/// ```
+/// use paged_kv::{PageTable, PageTableConfig};
+/// use qwen3_model::{LogitRows, Qwen3Config, SequenceChunk, StepBatch, StepPlan, StepPlanner};
+///
+/// let mut table = PageTable::new(PageTableConfig { n_pages: 4, page_size: 16, n_slots: 2, max_pages_per_slot: 3 })?;
+/// let slot = table.allocate_slot()?;
+/// let _ = table.reserve(slot, 2)?;
+/// let chunk = SequenceChunk { slot, start: 0, len: 2, wants_logits: true };
+/// let batch = StepBatch { token_ids: &[5, 6], chunks: &[chunk] };
+/// let mut planner = StepPlanner::new();
+/// let plan: StepPlan<'_> = planner.plan(&Qwen3Config::qwen3_0_6b(), &batch, &table, LogitRows::Wanted)?;
+/// assert_eq!((plan.positions(), plan.logit_rows()), (&[0, 1][..], &[1][..]));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Default)]
 pub struct StepPlanner {
     positions: Vec<u32>,

@@ -19,6 +19,16 @@ use crate::{Error, Projection, QuantType, QuantizedMatrix, Qwen3Config, Result};
 /// A matrix `[rows, cols]`, row-major: bf16, either in a mapped file or in memory, or in 4 bits.
 ///
 /// Cloning is cheap: the bytes are shared.
+///
+/// ```
+/// use half::bf16;
+/// use qwen3_model::WeightMatrix;
+///
+/// let matrix = WeightMatrix::from_vec("w", 2, 3, (0..6).map(|i| bf16::from_f32(i as f32)).collect())?;
+/// assert_eq!(matrix.row(1)[0].to_f32(), 3.0);
+/// assert!(WeightMatrix::from_vec("w", 2, 3, vec![]).is_err());
+/// # Ok::<(), qwen3_model::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct WeightMatrix {
     name: String,
@@ -54,6 +64,19 @@ pub struct LayerWeights {
 /// All weights of a model. Matrices are bf16: those of bf16 files stay in the mapped file, f16 and
 /// f32 ones are rounded once into memory. Those that bitsandbytes quantised stay in 4 bits. Norms
 /// are f32.
+///
+/// ```
+/// use qwen3_model::{LayerWeights, Projection, Qwen3Config, Weights};
+///
+/// # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../rollout-engine/models/tiny-qwen3-math");
+/// let config = Qwen3Config::from_dir(dir.as_ref())?;
+/// let weights = Weights::open(dir.as_ref(), &config)?;
+/// let layer: &LayerWeights = &weights.layers[0];
+/// let q = layer.projection(Projection::Q);
+/// assert_eq!([q.rows(), q.cols()], config.projection_shape(Projection::Q));
+/// assert!(q.is_mapped(), "bf16 stays in the file");
+/// # Ok::<(), qwen3_model::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Weights {
     /// `[vocab, hidden]`.

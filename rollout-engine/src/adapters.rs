@@ -164,6 +164,16 @@ impl AdapterSet {
 }
 
 /// What a change of policy did.
+///
+/// ```
+/// use rollout_engine::{DeviceChoice, Engine, PolicyUpdate};
+///
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).max_batch_size(2).build()?;
+/// let update: PolicyUpdate = engine.load_adapters([])?; // no adapter: the base model
+/// assert_eq!((update.adapted_modules, update.differs_from_base), (0, false));
+/// assert_eq!(update.version, engine.policy());
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct PolicyUpdate {
     /// The policy now in force.
@@ -235,6 +245,17 @@ pub struct NamedPolicy {
 }
 
 /// From which token on a completion was sampled under a policy.
+///
+/// ```
+/// use rollout_engine::{DeviceChoice, Engine, PolicySpan, Request};
+///
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).max_batch_size(2).build()?;
+/// let completion = engine.generate(&[Request::text("Count").max_new_tokens(3)])?.remove(0)?;
+/// // Nothing changed meanwhile: one policy from the first token on.
+/// let version = engine.policy();
+/// assert_eq!(completion.policies, [PolicySpan { first_token: 0, version }]);
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct PolicySpan {
     /// Index of the span's first token within the completion.

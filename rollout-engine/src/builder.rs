@@ -56,6 +56,18 @@ pub(crate) struct RunnerSettings {
 }
 
 /// An engine with what there is to say about how it was built.
+///
+/// ```
+/// use rollout_engine::{BuiltEngine, Engine};
+///
+/// let BuiltEngine { engine, notice, policy } = Engine::builder().max_batch_size(2).build_with_notice()?;
+/// if let Some(notice) = notice {
+///     eprintln!("{notice}"); // such as: no GPU, hence on the CPU
+/// }
+/// assert!(policy.is_none(), "no adapter was given");
+/// assert_eq!(engine.scheduler().shape().max_batch_size, 2);
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct BuiltEngine {
     /// The engine.

@@ -28,6 +28,14 @@ use clap::Parser;
 use crate::Error;
 
 /// A command that did not do what it was asked to do.
+///
+/// ```
+/// use rollout_engine::cli::CliError;
+///
+/// assert_eq!(CliError::Usage("--top-p 2 cannot work".into()).exit_code(), 2);
+/// assert_eq!(CliError::Failed("the disk is full".into()).exit_code(), 1);
+/// assert_eq!(CliError::Interrupted { finished: 1, requests: 3 }.exit_code(), 130);
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CliError {

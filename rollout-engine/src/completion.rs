@@ -7,6 +7,17 @@ use crate::adapters::PolicySpan;
 use crate::runner::{SampledToken, TokenLogprob};
 
 /// Names one request of an engine. Never used twice by the same engine.
+///
+/// ```
+/// use rollout_engine::{DeviceChoice, Engine, Request, RequestId};
+///
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).max_batch_size(2).build()?;
+/// let first: RequestId = engine.submit(&Request::text("Count"))?;
+/// let second = engine.submit(&Request::text("Count"))?;
+/// assert!(first < second && second.number() == first.number() + 1);
+/// assert!(engine.cancel(first) && !engine.cancel(first));
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub struct RequestId(pub(crate) u64);
@@ -25,6 +36,12 @@ impl std::fmt::Display for RequestId {
 }
 
 /// Why a completion ended.
+///
+/// ```
+/// use rollout_engine::FinishReason;
+///
+/// assert_eq!(serde_json::to_string(&FinishReason::Stop).unwrap(), r#""stop""#); // as in OpenAI's API
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -37,6 +54,14 @@ pub enum FinishReason {
 }
 
 /// What ended a completion with [`FinishReason::Stop`].
+///
+/// ```
+/// use rollout_engine::StopReason;
+///
+/// // A number or a text, as in vLLM's API.
+/// assert_eq!(serde_json::to_string(&StopReason::TokenId(7)).unwrap(), "7");
+/// assert_eq!(serde_json::to_string(&StopReason::Text("Stop".into())).unwrap(), "\"Stop\"");
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum StopReason {
@@ -47,6 +72,21 @@ pub enum StopReason {
 }
 
 /// A finished request, in tokens.
+///
+/// ```
+/// use rollout_engine::{Event, FakeRunner, SamplingParams, Scheduler, TokenCompletion};
+///
+/// let mut scheduler = Scheduler::new(FakeRunner::new(FakeRunner::small_shape()), vec![])?;
+/// scheduler.submit(vec![1, 2, 3], &SamplingParams { max_new_tokens: 2, ..SamplingParams::default() })?;
+/// let mut events = Vec::new();
+/// while scheduler.has_unfinished() {
+///     scheduler.step(&mut events)?;
+/// }
+/// let Some(Event::Finished { result, .. }) = events.pop() else { panic!("it is finished") };
+/// let completion: TokenCompletion = result?;
+/// assert_eq!((completion.prompt_token_ids, completion.token_ids.len()), (vec![1, 2, 3], 2));
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenCompletion {
     /// Number of the completion among those of its request, from 0.
@@ -75,6 +115,17 @@ pub struct TokenCompletion {
 }
 
 /// A finished request, with its text.
+///
+/// ```
+/// use rollout_engine::{Completion, DeviceChoice, Engine, FinishReason, Request};
+///
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).max_batch_size(2).build()?;
+/// let completion: Completion = engine.generate(&[Request::text("Count").max_new_tokens(3)])?.remove(0)?;
+/// assert_eq!((completion.token_ids.len(), completion.finish_reason), (3, FinishReason::Length));
+/// assert_eq!(completion.logprobs.len(), 3);
+/// assert!(completion.logprobs.iter().all(|logprob| *logprob <= 0.0));
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Completion {
     /// Number of the completion among those of its request, from 0.

@@ -40,6 +40,14 @@ const MIN_MIXED_PREFILL_TOKENS: usize = 128;
 const RESERVE_BYTES: u64 = 2 << 30;
 
 /// Settings of a [`CudaRunner`] beyond the pool.
+///
+/// ```
+/// use rollout_engine::cuda_runner::CudaSettings;
+///
+/// // Kernel by kernel on the second GPU, as for a profiler.
+/// let settings = CudaSettings { ordinal: 1, capture: false, ..CudaSettings::default() };
+/// assert!(!settings.capture && CudaSettings::default().capture);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CudaSettings {
     /// The GPU's ordinal.
@@ -85,6 +93,22 @@ pub struct CudaStart {
 }
 
 /// Runs steps on an NVIDIA GPU. See the [module](self).
+///
+/// ```no_run
+/// use qwen3_model::Qwen3Config;
+/// use qwen3_model::cuda::WeightSource;
+/// use rollout_engine::cuda_runner::{CudaSettings, CudaStart};
+/// use rollout_engine::{CudaRunner, PoolSettings, Scheduler};
+///
+/// CudaRunner::check_device(0)?;
+/// let pool = PoolSettings { max_batch_size: Some(16), ..PoolSettings::default() };
+/// let config = Qwen3Config::qwen3_0_6b();
+/// let runner = CudaRunner::open(&config, WeightSource::Random(1), &pool, &CudaSettings::default())?;
+/// let CudaStart { graphs, capture_s, .. } = runner.start();
+/// println!("{graphs} graphs in {capture_s} s");
+/// let scheduler = Scheduler::new(runner, config.eos_token_ids.clone())?;
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct CudaRunner {
     backend: CudaBackend,

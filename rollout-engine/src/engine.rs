@@ -349,6 +349,17 @@ pub struct Finished {
 }
 
 /// Completions as they finish. An `Err` item means that the device failed; nothing follows it.
+///
+/// ```
+/// use rollout_engine::{DeviceChoice, Engine, Request, Stream};
+///
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).max_batch_size(2).build()?;
+/// let requests = [Request::text("Count").max_new_tokens(9), Request::text("Count").max_new_tokens(2)];
+/// let stream: Stream<'_, _> = engine.stream(&requests);
+/// let order: Vec<usize> = stream.map(|finished| finished.map(|finished| finished.index)).collect::<Result<_, _>>()?;
+/// assert_eq!(order, [1, 0], "the shorter one is done first");
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Stream<'a, R: Runner> {
     engine: &'a mut Engine<R>,

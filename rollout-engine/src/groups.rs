@@ -9,6 +9,16 @@ use crate::request::Request;
 use crate::runner::Runner;
 
 /// All completions of one request.
+///
+/// ```
+/// use rollout_engine::{DeviceChoice, Engine, Group, Request};
+///
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).max_batch_size(4).build()?;
+/// let request = Request::text("Count").n(3).temperature(1.0).max_new_tokens(2);
+/// let group: Group = engine.generate_groups(&[request])?.remove(0)?;
+/// assert_eq!(group.all()?.iter().map(|completion| completion.index).collect::<Vec<_>>(), [0, 1, 2]);
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Group {
     /// As many as the request asked for, in order: entry `i` has index `i`. An `Err` says why that one alone failed.
@@ -35,6 +45,19 @@ pub struct FinishedGroup {
 }
 
 /// Groups as they become complete. An `Err` item means that the device failed; nothing follows it.
+///
+/// ```
+/// use rollout_engine::{DeviceChoice, Engine, FinishedGroup, GroupStream, Request};
+///
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).max_batch_size(4).build()?;
+/// let requests = [Request::text("Count").n(2).max_new_tokens(2), Request::text("")];
+/// let mut groups: GroupStream<'_, _> = engine.stream_groups(&requests);
+/// for finished in &mut groups {
+///     let FinishedGroup { index, result } = finished?; // an error here would be the device's
+///     assert_eq!(result.is_ok(), index == 0); // the empty prompt alone is refused
+/// }
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct GroupStream<'a, R: Runner> {
     stream: Stream<'a, R>,

@@ -14,6 +14,23 @@ use crate::sampling::{Row, Sampler};
 const MIXED_PREFILL_TOKENS: usize = 64;
 
 /// Runs each step to its end when it is submitted; prompts and decode rows share one pass through the layers.
+///
+/// ```
+/// use qwen3_model::{LoadOptions, Model, Qwen3Config};
+/// use rollout_engine::runner::RunnerMemory;
+/// use rollout_engine::{Engine, FakeRunner, ModelRunner, Request, RunnerShape, bundled};
+///
+/// let dir = bundled::model_dir()?;
+/// let mut options = LoadOptions::default();
+/// (options.n_pages, options.page_size) = (16, 16);
+/// let model = Model::load(&dir, &options)?;
+/// let shape = RunnerShape { n_pages: 16, page_size: 16, ..FakeRunner::small_shape() };
+/// let runner = ModelRunner::new(model, shape, "cpu".into(), RunnerMemory::default());
+/// let mut engine = Engine::with_runner(runner, Qwen3Config::from_dir(&dir)?.eos_token_ids, None)?;
+/// let completion = engine.generate(&[Request::token_ids([5, 6, 7]).max_new_tokens(2)])?.remove(0)?;
+/// assert!((1..=2).contains(&completion.token_ids.len()));
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct ModelRunner<B> {
     model: Model<B>,

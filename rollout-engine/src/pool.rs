@@ -15,6 +15,24 @@ const MAX_TABLE_BYTES: u64 = 1 << 30;
 const MEMORY_FALLBACK: u64 = 4 << 30;
 
 /// Sizes as set by the user; `None` leaves the choice to the engine.
+///
+/// ```
+/// use qwen3_model::Qwen3Config;
+/// use rollout_engine::PoolSettings;
+/// use rollout_engine::pool::PoolLimits;
+///
+/// let settings = PoolSettings { max_batch_size: Some(32), max_seq_length: Some(1000), ..PoolSettings::default() };
+/// let limits = PoolLimits {
+///     bytes_per_token: 114_688,
+///     available_bytes: Some(80 << 30),
+///     max_prefill_tokens: 4096,
+///     max_in_flight: 2,
+/// };
+/// let shape = settings.resolve(&Qwen3Config::qwen3_0_6b(), &limits)?;
+/// // 16 pages of 64 for each of 32 sequences, and the reserved one.
+/// assert_eq!((shape.page_size, shape.n_pages), (64, 513));
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolSettings {
     /// Most sequences at once. Default: 64.

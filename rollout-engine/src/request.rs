@@ -29,6 +29,16 @@ pub struct Request {
 }
 
 /// The three forms of a prompt.
+///
+/// ```
+/// use rollout_engine::{ChatPrompt, Prompt, Request};
+///
+/// let question = serde_json::json!({ "role": "user", "content": "What is 2 + 2?" });
+/// let mut chat = ChatPrompt::new(vec![question]);
+/// chat.variables.insert("enable_thinking".into(), false.into());
+/// assert_eq!(Request::chat(chat.clone()).prompt, Prompt::Chat(chat));
+/// assert_eq!(Request::token_ids([1, 2]).prompt, Prompt::TokenIds(vec![1, 2]));
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Prompt {

@@ -22,6 +22,13 @@ use qwen3_model::MergeMode;
 pub use qwen3_model::sampling::{Sampling, TokenLogprob, TokenState};
 
 /// What a runner was built for. The scheduler takes the geometry of its page table from here.
+///
+/// ```
+/// use rollout_engine::{FakeRunner, RunnerShape, Runner};
+///
+/// let shape = RunnerShape { max_batch_size: 8, ..FakeRunner::small_shape() };
+/// assert_eq!(FakeRunner::new(shape).shape(), shape);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunnerShape {
     /// Ids the model knows: valid tokens are `0..vocab_size`.
@@ -41,6 +48,16 @@ pub struct RunnerShape {
 }
 
 /// What a runner has to know of the tokens of a sequence before it samples for it.
+///
+/// ```
+/// use paged_kv::Slot;
+/// use rollout_engine::runner::{SlotTokens, Step, TokenState};
+///
+/// // A prompt of 4 and 6, and a completion that has begun with 6: a repetition penalty needs to know.
+/// let states = TokenState::of_sequence(&[4, 6], &[6], &[]);
+/// let tokens = SlotTokens { slot: Slot::new(1), states };
+/// assert!(Step { slot_tokens: vec![tokens], ..Step::default() }.is_empty(), "nothing to compute yet");
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct SlotTokens {
     /// The sequence's slot.
@@ -83,6 +100,20 @@ pub struct DecodeRow {
 }
 
 /// Work for one pass through the model. A slot occurs at most once in it.
+///
+/// ```
+/// use paged_kv::Slot;
+/// use rollout_engine::runner::{DecodeRow, PrefillChunk, Sampling, Step};
+///
+/// // The last part of one prompt, and one more token of another sequence.
+/// let step = Step {
+///     token_ids: vec![5, 6, 7],
+///     prefill: vec![PrefillChunk { slot: Slot::new(1), start: 8, len: 3, sample: Some(Sampling::GREEDY) }],
+///     decode: vec![DecodeRow { slot: Slot::new(2), position: 20, sampling: Sampling::GREEDY }],
+///     ..Step::default()
+/// };
+/// assert_eq!(step.sampled_rows(), 2);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Step {
     /// Pages to copy, in this order, before anything else happens.
@@ -114,6 +145,19 @@ impl Step {
 }
 
 /// One sampled token.
+///
+/// ```
+/// use rollout_engine::TokenLogprob;
+/// use rollout_engine::runner::SampledToken;
+///
+/// let sampled = SampledToken {
+///     token: 9,
+///     logprob: 0.25f32.ln(),        // of the policy
+///     sampled_logprob: 0.5f32.ln(), // as drawn: half of what top-k = 2 left
+///     top_logprobs: vec![TokenLogprob { token: 9, logprob: 0.25f32.ln() }],
+/// };
+/// assert!(sampled.logprob < sampled.sampled_logprob);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SampledToken {
     /// The token.
@@ -140,6 +184,40 @@ pub struct RunnerMemory {
 }
 
 /// Executes steps. Implement it to drive another device or model from the same scheduler.
+///
+/// ```
+/// use paged_kv::PageTable;
+/// use rollout_engine::runner::{Runner, RunnerMemory, SampledToken, Step};
+/// use rollout_engine::{Engine, Error, FakeRunner, Request, RunnerShape};
+///
+/// /// Samples the number of the step.
+/// struct Counting(u32, usize);
+///
+/// impl Runner for Counting {
+///     fn shape(&self) -> RunnerShape {
+///         FakeRunner::small_shape()
+///     }
+///     fn device(&self) -> String {
+///         "a counter".into()
+///     }
+///     fn memory(&self) -> RunnerMemory {
+///         RunnerMemory::default()
+///     }
+///     fn submit(&mut self, step: &Step, _: &mut PageTable) -> Result<(), Error> {
+///         (self.0, self.1) = (self.0 + 1, step.sampled_rows());
+///         Ok(())
+///     }
+///     fn collect(&mut self) -> Result<Vec<SampledToken>, Error> {
+///         Ok(vec![SampledToken { token: self.0, ..SampledToken::default() }; self.1])
+///     }
+///     fn reset(&mut self) {}
+/// }
+///
+/// let mut engine = Engine::with_runner(Counting(0, 0), vec![], None)?;
+/// let completion = engine.generate(&[Request::token_ids([1, 2]).max_new_tokens(3)])?.remove(0)?;
+/// assert_eq!(completion.token_ids, [1, 2, 3]);
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 pub trait Runner {
     /// What the runner was built for. Does not change.
     fn shape(&self) -> RunnerShape;

@@ -3,6 +3,16 @@
 use serde::Serialize;
 
 /// Counters since the engine was made.
+///
+/// ```
+/// use rollout_engine::{DeviceChoice, Engine, Request, Statistics};
+///
+/// let mut engine = Engine::builder().device(DeviceChoice::Cpu).max_batch_size(2).build()?;
+/// engine.generate(&[Request::text("Count").max_new_tokens(3)])?;
+/// let statistics: &Statistics = engine.statistics();
+/// assert_eq!((statistics.new_tokens, statistics.finished_completions, statistics.preemptions), (3, 1, 0));
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Statistics {

@@ -59,6 +59,18 @@ impl Default for LoadOptions {
 ///
 /// A step runs on rayon's threads. A token's logits depend on its own sequence only, bit for bit:
 /// not on what else is in the step, and not on how a prompt was cut into chunks.
+///
+/// ```
+/// use qwen3_model::{CpuBackend, LoadOptions, Model, Qwen3Config, Weights};
+///
+/// # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../rollout-engine/models/tiny-qwen3-math");
+/// let config = Qwen3Config::from_dir(dir.as_ref())?;
+/// // In 4 bits, as bitsandbytes would store it.
+/// let weights = Weights::open(dir.as_ref(), &config)?.quantized(Default::default(), true)?;
+/// let model = Model::new(CpuBackend::new(config, weights, &LoadOptions::default())?);
+/// assert!(model.backend().weights().is_quantized());
+/// # Ok::<(), qwen3_model::Error>(())
+/// ```
 pub struct CpuBackend {
     config: Qwen3Config,
     /// Pristine weights, and merged ones where adapters have targeted them.

@@ -66,6 +66,14 @@ use weights::{DeviceWeights, projection_rows};
 use workspace::Workspace;
 
 /// Sizes of a [`CudaBackend`]: they decide how much memory it takes.
+///
+/// ```
+/// use qwen3_model::cuda::CudaOptions;
+///
+/// let options = CudaOptions { max_batch_size: 16, ..CudaOptions::default() };
+/// // The slots of 16 sequences, and slot 0, which padding uses.
+/// assert_eq!(options.page_table().n_slots, 17);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CudaOptions {
     /// Most tokens in one packed step.
@@ -144,6 +152,17 @@ impl CudaOptions {
 const TOKEN_STATES: usize = 8192;
 
 /// Where the weights come from.
+///
+/// ```no_run
+/// use qwen3_model::cuda::WeightSource;
+/// use qwen3_model::{Qwen3Config, Weights};
+///
+/// let weights = Weights::open("Qwen3-0.6B".as_ref(), &Qwen3Config::qwen3_0_6b())?;
+/// for source in [WeightSource::Given(&weights), WeightSource::Random(1)] {
+///     println!("{source:?}"); // for CudaBackend::new
+/// }
+/// # Ok::<(), qwen3_model::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy)]
 pub enum WeightSource<'a> {
     /// Weights of a model folder, or made by the caller; copied to the device.
@@ -169,6 +188,39 @@ enum Rows {
 }
 
 /// A Qwen3 model on an NVIDIA GPU. See the [module](self).
+///
+/// ```no_run
+/// use cuda_graphs::{Compiler, Device};
+/// use paged_kv::PageTable;
+/// use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, Pending, SampledToken, WeightSource};
+/// use qwen3_model::sampling::Sampling;
+/// use qwen3_model::{LogitRows, Qwen3Config, SequenceChunk, StepBatch, StepPlanner};
+///
+/// let (device, compiler) = (Device::open(0)?, Compiler::new()?);
+/// let (config, options) = (Qwen3Config::qwen3_0_6b(), CudaOptions::default());
+/// let mut backend = CudaBackend::new(&device, &compiler, config.clone(), WeightSource::Random(1), options)?;
+/// println!("{}", backend.capture()?); // a graph for every bucket
+///
+/// // A prompt of three tokens.
+/// let mut table = PageTable::new(options.page_table())?;
+/// let slot = table.allocate_slot()?;
+/// let _ = table.reserve(slot, 4)?;
+/// table.advance(slot, 3)?;
+/// backend.sync_pages(&mut table)?;
+/// let chunk = SequenceChunk { slot, start: 0, len: 3, wants_logits: true };
+/// let batch = StepBatch { token_ids: &[5, 6, 7], chunks: &[chunk] };
+/// let mut planner = StepPlanner::new();
+/// let plan = planner.plan(&config, &batch, &table, LogitRows::Wanted)?;
+/// let rows = backend.prefill(&plan, &[Sampling::GREEDY])?;
+///
+/// // The next step can be queued before the host has seen what the first one sampled.
+/// table.advance(slot, 1)?;
+/// backend.decode(&[DecodeRow::greedy(slot.index(), 3)])?;
+/// let pending: Pending = backend.read_back(rows, 1)?;
+/// let sampled: Vec<SampledToken> = backend.collect(pending)?;
+/// assert_eq!(sampled.len(), 2);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct CudaBackend {
     // Graphs first: they are dropped before what they point to.

@@ -17,6 +17,16 @@ const REPLAYS: usize = 15;
 const PRODUCTS: usize = 4;
 
 /// A kind of operation of the layer walk.
+///
+/// ```no_run
+/// use qwen3_model::cuda::{CudaBackend, DecodeRow, Stage, StageTime};
+///
+/// # fn profile(mut backend: CudaBackend) -> qwen3_model::Result<()> {
+/// for StageTime { stage, ms, nodes } in backend.profile_decode(&[DecodeRow::greedy(1, 100)])? {
+///     println!("{} {ms} ms in {nodes} nodes", stage.map_or("all", Stage::name));
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Stage {

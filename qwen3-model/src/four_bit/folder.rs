@@ -14,6 +14,18 @@ use crate::json::read_object;
 use crate::{Error, Projection, Qwen3Config, Result, WeightMatrix, Weights};
 
 /// How [`quantize_folder`] quantises.
+///
+/// ```
+/// use qwen3_model::{QuantizeOptions, QuantizeReport, quantize_folder};
+///
+/// # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../rollout-engine/models/tiny-qwen3-math");
+/// let folder = tempfile::tempdir()?;
+/// let mut options = QuantizeOptions::default();
+/// options.skip_modules = vec!["down_proj".into()];
+/// let report: QuantizeReport = quantize_folder(dir.as_ref(), &folder.path().join("nf4"), &options)?;
+/// assert!(report.kept_modules > 0 && report.bytes_after < report.bytes_before);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct QuantizeOptions {

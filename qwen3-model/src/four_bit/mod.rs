@@ -32,6 +32,13 @@ pub(crate) use quantize::bounds;
 pub(crate) use read::{Place, is_quantized};
 
 /// Which sixteen values a 4-bit matrix is made of.
+///
+/// ```
+/// use qwen3_model::QuantType;
+///
+/// assert_eq!("fp4".parse(), Ok(QuantType::Fp4));
+/// assert_eq!((QuantType::Nf4.map()[0], QuantType::Nf4.map()[15]), (-1.0, 1.0));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum QuantType {
     /// Quantiles of the normal distribution.
@@ -114,6 +121,18 @@ impl ValueType {
 /// A 4-bit matrix `[rows, cols]`, row-major, as bitsandbytes stores it: element `i`, counted row by row, is
 /// `cast(map[nibble i] · absmax[i / blocksize])` in f32 arithmetic, with one cast at the end to the type that the file
 /// names. Cloning shares the bytes.
+///
+/// ```
+/// use half::bf16;
+/// use qwen3_model::{QuantType, QuantizedMatrix};
+///
+/// // Values that nf4 has: -1, 0 and 1, in blocks of 64.
+/// let data: Vec<bf16> = (0..2 * 64).map(|i| bf16::from_f32((i % 3) as f32 - 1.0)).collect();
+/// let matrix = QuantizedMatrix::quantize(2, 64, &data, QuantType::Nf4, false)?;
+/// assert_eq!(matrix.dequantize(), data);
+/// assert_eq!(matrix.packed().len(), 64, "two values a byte");
+/// # Ok::<(), qwen3_model::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct QuantizedMatrix {
     rows: usize,

@@ -17,6 +17,16 @@ const WEIGHT_BITS: u32 = 44;
 const MAX_DISTANCE: f32 = WEIGHT_BITS as f32;
 
 /// A sampled token with both of its log-probabilities.
+///
+/// ```
+/// use qwen3_model::sampling::{Sampled, Sampling, sample_row};
+///
+/// let sampling = Sampling { temperature: 1.0, top_k: 2, seed: 5, ..Sampling::GREEDY };
+/// let Sampled { token, logprob, sampled_logprob } = sample_row(&[0.0, 2.0, 2.0], &sampling, 0, &[]);
+/// assert!(token == 1 || token == 2);
+/// assert!((sampled_logprob - 0.5f32.ln()).abs() < 1e-5, "one of two equals");
+/// assert!(logprob < sampled_logprob, "the third has a part of the policy");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampled {
     /// The token.

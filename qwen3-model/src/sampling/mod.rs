@@ -28,6 +28,14 @@ pub use philox::{Philox, philox4x32_10};
 ///
 /// It says nothing about the token's place in its completion: that follows from the row's position and `prompt_len`, so
 /// that it stays the same from step to step.
+///
+/// ```
+/// use qwen3_model::sampling::Sampling;
+///
+/// let sampling = Sampling { temperature: 0.7, top_p: 0.9, seed: 1, prompt_len: 10, ..Sampling::GREEDY };
+/// assert!(!sampling.uses_token_states());
+/// assert_eq!(sampling.new_token_index(9), 0, "the last row of the prompt samples the first token");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     /// Softmax temperature; 0 takes the most likely token.
@@ -99,6 +107,15 @@ impl Default for Sampling {
 }
 
 /// What is known about one id in one sequence: `count of the completion | STOP | PROMPT`, in 16 bits.
+///
+/// ```
+/// use qwen3_model::sampling::TokenState;
+///
+/// let states = TokenState::of_sequence(&[4], &[6, 6], &[0]);
+/// assert_eq!(states.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [0, 4, 6]);
+/// assert!(states[0].1.is_stop() && states[1].1.is_seen());
+/// assert_eq!(states[2].1.count(), 2);
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 pub struct TokenState(pub u16);
@@ -155,6 +172,14 @@ impl TokenState {
 }
 
 /// One token with its log-probability at temperature 1 over the whole vocabulary.
+///
+/// ```
+/// use qwen3_model::sampling::top_logprobs;
+///
+/// let best = top_logprobs(&[0.0, 1.0, 0.0], 1);
+/// assert_eq!(best[0].token, 1);
+/// assert!((best[0].logprob - (1f32.exp() / (2.0 + 1f32.exp())).ln()).abs() < 1e-6);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenLogprob {
     /// The token.

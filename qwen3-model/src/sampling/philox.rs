@@ -24,6 +24,14 @@ pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 
 /// The random numbers of one completion: the key is the request's seed, the counter
 /// `[token number, completion index, 0, 0]`.
+///
+/// ```
+/// use qwen3_model::sampling::Philox;
+///
+/// let numbers = Philox { seed: 1, completion: 0 };
+/// assert_eq!(numbers.uniform(7), numbers.uniform(7), "a function of seed, completion and place");
+/// assert_ne!(numbers.uniform(7), Philox { seed: 1, completion: 1 }.uniform(7));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Philox {
     /// Key.

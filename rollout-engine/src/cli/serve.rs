@@ -1,6 +1,5 @@
 //! `rollout serve`.
 
-use std::hash::{BuildHasher, Hasher};
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -275,11 +274,9 @@ fn shutdown_signal() -> Result<impl Future<Output = ()>, CliError> {
     }
 }
 
-/// From the keys that the standard library draws for its hash maps.
+/// From the system; the same on every start where it has no random numbers.
 fn random_seed() -> u64 {
-    std::collections::hash_map::RandomState::new()
-        .build_hasher()
-        .finish()
+    getrandom::u64().unwrap_or(0)
 }
 
 fn named_folder(text: &str) -> Result<(String, PathBuf), String> {

@@ -27,6 +27,14 @@ pub struct ServeSettings {
 }
 
 /// Which log-probability is reported as a token's.
+///
+/// ```
+/// use rollout_engine::serve::{LogprobsMode, ServeSettings};
+///
+/// let mut settings = ServeSettings::default();
+/// assert_eq!(settings.logprobs_mode.name(), "processed_logprobs");
+/// settings.logprobs_mode = LogprobsMode::Raw;
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LogprobsMode {
@@ -48,6 +56,14 @@ impl LogprobsMode {
 }
 
 /// Bounds on what clients may ask for and use.
+///
+/// ```
+/// use rollout_engine::serve::{Limits, ServeSettings};
+///
+/// let mut settings = ServeSettings::default();
+/// settings.limits.max_unfinished = 256; // the 257th completion is answered with 429
+/// assert_eq!(settings.limits.max_n, Limits::default().max_n);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limits {

@@ -21,6 +21,17 @@ use crate::request::ChatPrompt;
 const FUEL: u64 = 20_000_000;
 
 /// One compiled template.
+///
+/// ```
+/// use rollout_engine::ChatPrompt;
+/// use rollout_engine::text::ChatTemplate;
+///
+/// let source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}";
+/// let template = ChatTemplate::new(source, Default::default())?;
+/// let chat = ChatPrompt::new(vec![serde_json::json!({ "role": "user", "content": "Hello" })]);
+/// assert_eq!(template.render(&chat)?, "<user>Hello");
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 pub struct ChatTemplate {
     environment: Environment<'static>,
     /// `bos_token`, `eos_token`, … as template variables.
@@ -34,6 +45,16 @@ impl std::fmt::Debug for ChatTemplate {
 }
 
 /// The templates of a model folder.
+///
+/// ```
+/// use rollout_engine::text::ChatTemplates;
+/// use rollout_engine::{ChatPrompt, bundled};
+///
+/// let templates = ChatTemplates::from_dir(bundled::model_dir()?)?;
+/// let chat = ChatPrompt::new(vec![serde_json::json!({ "role": "user", "content": "Hello" })]);
+/// assert!(templates.render(&chat)?.contains("Hello"));
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct ChatTemplates {
     default: Option<ChatTemplate>,

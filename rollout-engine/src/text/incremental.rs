@@ -17,6 +17,20 @@ const MAX_HELD: usize = 16;
 ///   ids:   … given | context | not yet given
 ///                  ^0        ^given           decoders may look at what comes before, so that the last ids given stay
 /// ```
+///
+/// ```
+/// use rollout_engine::bundled;
+/// use rollout_engine::text::{IncrementalDecoder, TextPipeline};
+///
+/// let text = TextPipeline::from_dir(bundled::model_dir()?)?.expect("has a tokenizer");
+/// let (mut decoder, mut whole) = (IncrementalDecoder::new(), String::new());
+/// for id in text.tokenizer().encode("5 € and more", false)? {
+///     whole += &decoder.push(&text, id)?; // never a part of a character
+/// }
+/// whole += &decoder.finish(&text)?;
+/// assert_eq!(whole, "5 € and more");
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct IncrementalDecoder {
     ids: Vec<u32>,

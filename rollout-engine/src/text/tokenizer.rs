@@ -5,6 +5,16 @@ use std::path::Path;
 use crate::Error;
 
 /// Turns text into token ids and back, as the fast tokenizers of transformers do.
+///
+/// ```
+/// use rollout_engine::bundled;
+/// use rollout_engine::text::Tokenizer;
+///
+/// let tokenizer = Tokenizer::from_file(bundled::model_dir()?.join("tokenizer.json"))?;
+/// let ids = tokenizer.encode("Count", false)?;
+/// assert_eq!(tokenizer.decode(&ids, true)?, "Count");
+/// # Ok::<(), rollout_engine::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
