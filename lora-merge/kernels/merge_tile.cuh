@@ -247,29 +247,40 @@ __device__ __forceinline__ void settle(const Item& item, u32 tile, u32 (&doubts)
   }
 }
 
-// Appends the doubtful elements of a tile to the launch's list; those that find no room stay in `doubts`.
-__device__ __forceinline__ void leave(const Item& item, u32 tile, u32 (&doubts)[2], Doubts* list, Found& found) {
-  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const u32 mine = __popc(doubts[0]) + __popc(doubts[1]);
-  if (__ballot_sync(FULL, mine != 0) == 0) return;
-  u32 before = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    u32 other = __shfl_up_sync(FULL, before, step);
-    if (lane >= step) before += other;
-  }
+#define GATHERED 96  // elements that a warp gathers before it takes places in the launch's list
+
+// Moves what a warp gathered to the launch's list; what finds no room there is computed here.
+__device__ __forceinline__ void hand_over(const Item& item, const u32* gathered, Doubts* list, Found& found) {
+  const u32 lane = threadIdx.x & 31;
   u32 first = 0;
-  if (lane == 31) first = atomicAdd(&list->count, before);
-  u32 at = __shfl_sync(FULL, first, 31) + before - mine;
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    while (doubts[half] && at < list->capacity) {
-      u32 bit = __ffs(doubts[half]) - 1;
-      u64 row = tile * TILE_ROWS + half * 8 + g, column = item.column0 + (bit >> 3) * 32 + t * 8 + (bit & 7);
-      list->entries[at++] = (u64)item.index << 50 | row << 25 | column;
-      doubts[half] &= doubts[half] - 1;
-      ++found.recomputed;
+  if (lane == 0) first = atomicAdd(&list->count, found.waiting);
+  first = __shfl_sync(FULL, first, 0);
+  __syncwarp();  // the entries are there
+  const u32 room = first < list->capacity ? min(list->capacity - first, found.waiting) : 0;
+  for (u32 i = lane; i < room; i += 32) {
+    list->entries[first + i] = (u64)item.index << 50 | (u64)(gathered[i] >> 7) << 25 | (item.column0 + (gathered[i] & 127));
+    ++found.recomputed;
+  }
+  for (u32 i = room; i < found.waiting; i += 8) flush(item, min(8u, found.waiting - i), gathered + i, found);
+  __syncwarp();  // the places may be written again
+  found.waiting = 0;
+}
+
+// Gathers the doubtful elements of a tile.
+__device__ __forceinline__ void gather(const Item& item, u32 tile, u32 (&doubts)[2], u32* gathered, Doubts* list, Found& found) {
+  const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  for (;;) {
+    const u32 lanes = __ballot_sync(FULL, (doubts[0] | doubts[1]) != 0);
+    if (lanes == 0) break;
+    if (lanes >> lane & 1) {
+      const u32 half = doubts[0] ? 0 : 1, from = half ? doubts[1] : doubts[0], bit = __ffs(from) - 1;
+      if (half) doubts[1] &= doubts[1] - 1; else doubts[0] &= doubts[0] - 1;
+      gathered[found.waiting + __popc(lanes & ((1u << lane) - 1))] =
+          (tile * TILE_ROWS + half * 8 + g) << 7 | ((bit >> 3) * 32 + t * 8 + (bit & 7));
     }
+    found.waiting += __popc(lanes);
+    if (found.waiting > GATHERED - 32) hand_over(item, gathered, list, found);
+  }
 }
 
 __device__ __forceinline__ void report(const Item& item, const u32* waiting, Found& found) {

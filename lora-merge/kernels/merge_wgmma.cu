@@ -63,7 +63,7 @@ __device__ __forceinline__ void merge_groups(const Params& p) {
   uint4* left = shared + p.right_bytes / 16 + group * (p.right_bytes / 32);
   uint4* w0 = shared + p.right_bytes / 16 + groups * (p.right_bytes / 32) + (group * 4 + warp) * W0_PLACES;
   float* norms = (float*)(shared + p.right_bytes / 16 + groups * (p.right_bytes / 32 + 4 * W0_PLACES));
-  u32* waiting = (u32*)(norms + TILE_COLUMNS) + (threadIdx.x / 32) * 8;
+  u32* gathered = (u32*)(norms + TILE_COLUMNS) + (threadIdx.x / 32) * GATHERED;
   const u32 column_tile = item.column0 / TILE_COLUMNS;
   item.right = item.matrix->right + (size_t)column_tile * PARTS * panels * COLUMN_PLACES;
 
@@ -121,13 +121,13 @@ __device__ __forceinline__ void merge_groups(const Params& p) {
     __syncwarp();
     u32 doubts[2] = {0, 0};
     round_columns<false, 0, 4>(item, mine, sums, factors, norms, w0, doubts, found);
-    leave(item, mine, doubts, p.doubts, found);
-    settle(item, mine, doubts, waiting, found);
+    gather(item, mine, doubts, gathered, p.doubts, found);
     __syncwarp();
     load_base(next);
     tile = next;
   }
-  report(item, waiting, found);
+  if (found.waiting) hand_over(item, gathered, p.doubts, found);
+  report(item, gathered, found);
 }
 
 extern "C" __global__ void __launch_bounds__(128 * MOST_GROUPS, 1) merge_wgmma_split(const __grid_constant__ Params p) {

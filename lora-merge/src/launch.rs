@@ -20,9 +20,11 @@ const GROUP_REGISTERS: u32 = 168;
 const MOST_GROUPS: usize = 3;
 /// Warps of a warpgroup.
 const GROUP_WARPS: usize = 4;
-/// Doubtful elements that a launch for warpgroups can list: about 0.5 % of those of two layers of Qwen3-4B at rank 128. Others
-/// are computed where they are found.
-const DOUBTS: usize = 1 << 20;
+/// Doubtful elements that a warp gathers before it takes places in the list, as in the kernel.
+const GATHERED: usize = 96;
+/// Doubtful elements that a launch for warpgroups can list: 0.35 % of those of six layers of Qwen3-4B. Others are computed
+/// where they are found.
+const DOUBTS: usize = 1 << 21;
 const DOUBT_BYTES: usize = 8 * (DOUBTS + 1);
 /// Blocks of the kernel that works off the list, per multiprocessor.
 const SETTLING_BLOCKS: u32 = 8;
@@ -297,7 +299,7 @@ fn shared_bytes(form: Form, right_bytes: usize, warps: usize) -> usize {
     if form.is_for_groups() {
         // Per warpgroup W₀ and left factors of one tile: half as many rows as the right factors have columns.
         let per_group = GROUP_ROWS * TILE_COLUMNS * 2 + right_bytes / 2;
-        return right_bytes + warps / GROUP_WARPS * per_group + 4 * TILE_COLUMNS + warps * 32;
+        return right_bytes + warps / GROUP_WARPS * per_group + 4 * TILE_COLUMNS + warps * 4 * GATHERED;
     }
     let per_warp = match form {
         // All left factors of a tile, an eighth of the right ones.
@@ -377,6 +379,12 @@ pub(crate) struct Table {
     /// Address of the list of doubtful elements, for warpgroups.
     doubts: u64,
     settling_blocks: u32,
+}
+
+/// Scratch memory of one launch, about. More launches cost time, those for warpgroups more of it: each ends with
+/// multiprocessors that wait for the last. More memory at once leaves the L2 cache.
+pub(crate) fn launch_bytes(form: Form) -> usize {
+    if form.is_for_groups() { 264 << 20 } else { 96 << 20 }
 }
 
 /// Bytes of scratch memory that a launch needs besides its matrices'.

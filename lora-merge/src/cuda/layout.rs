@@ -7,8 +7,6 @@ use cuda_graphs::DeviceBuffer;
 use half::bf16;
 use std::ops::Range;
 
-/// Scratch memory of one launch, about: more launches cost time, more memory at once leaves the L2 cache.
-pub(super) const LAUNCH_BYTES: usize = 96 << 20;
 /// Parts of a plan's memory begin at multiples of this.
 pub(super) const ALIGN: usize = 256;
 
@@ -167,7 +165,7 @@ pub(super) fn launches(entries: &[Entry]) -> Vec<Launch> {
             let bytes = entry.scratch();
             match launches.last_mut() {
                 Some(last)
-                    if used.saturating_add(bytes) <= LAUNCH_BYTES
+                    if used.saturating_add(bytes) <= launch::launch_bytes(wanted)
                         && last.entries.len() < launch::MOST_MATRICES =>
                 {
                     last.entries.push(index);
