@@ -47,7 +47,7 @@
 #endif
 #define MAX_BOXES 8 // in a ring, a power of two
 #ifndef CAP_BYTES
-#define CAP_BYTES 16384 // of a ring on their way at once
+#define CAP_BYTES 9600 // of a ring on their way at once
 #endif
 // Activations come in groups of X_GROUP chunks, 8 KiB together: their latency, not their bytes, is what counts.
 #define X_GROUP (64 / COLUMNS)
@@ -62,7 +62,8 @@
 #define SUM_STRIDE (MAX_BOX_ROWS + 4) // no two lanes of a store meet a bank
 #define HEAD_DIM 128
 #define MAX_LAYERS 48 // what the parameters of a launch have room for
-#define AT_ONCE 3 // results per lane and turn of the epilogue
+#define ROWS_OF_WARP (COLUMNS / WARPS) // in the epilogue
+#define AT_ONCE 3 // results per lane, row and turn of the epilogue
 #define MAX_BLOCKS 160 // multiprocessors
 
 #define RINGS (X_SLOTS * X_SLOT_BYTES)
@@ -294,6 +295,16 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
     const u32 target = (*p.epoch + 1) * gridDim.x;
     const AttentionShared at_attention = attention_shared(shared, shared + SUMS);
     const AttentionWork work = attention_work(p.attention, p.rows, warp, lane);
+    // The block's columns of the residual stream stay here as far as lanes go; the rest, and the end, is in memory.
+    float residual_of[ROWS_OF_WARP];
+    {
+        const u32 units = p.shapes[O].units, first = share(units, blockIdx.x), count = share(units, blockIdx.x + 1) - first;
+#pragma unroll
+        for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
+            const u32 row = j * WARPS + warp;
+            residual_of[j] = lane < count && row < p.rows ? p.residual[(u64)row * units + first + lane] : 0.f;
+        }
+    }
     u32 tail = 0, taken = 0;     // of the ring
     u32 x_before = 0;            // chunks of all passes before
     const u32 x_bytes = p.x_rows * 128; // of a chunk
@@ -320,9 +331,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
         // What the epilogue needs besides the product, asked for now so that it is there by then. The first chunk of
         // activations has come only after the stage before was complete everywhere.
         barrier_wait(x_full + x_before / X_GROUP % X_SLOTS * 8, x_before / X_CHUNKS & 1);
-        float squares_of[COLUMNS / WARPS][MAX_BLOCKS / 32], residual_of[COLUMNS / WARPS], norm_of = 0.f;
+        float squares_of[ROWS_OF_WARP][MAX_BLOCKS / 32], norm_of = 0.f;
 #pragma unroll
-        for (u32 j = 0; j < COLUMNS / WARPS; ++j) {
+        for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
             const u32 row = j * WARPS + warp;
 #pragma unroll
             for (u32 i = 0; i < MAX_BLOCKS / 32; ++i) {
@@ -330,8 +341,6 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
                 const u32 block = i * 32 + lane;
                 if (squares_in && row < p.rows && block < gridDim.x) squares_of[j][i] = load_fresh(squares_in + row * gridDim.x + block);
             }
-            residual_of[j] = 0.f;
-            if (to_residual && lane < count && row < p.rows) residual_of[j] = load_fresh(p.residual + (u64)row * units + first + lane);
         }
         if (to_residual && lane < count) norm_of = norm[first + lane];
 
@@ -397,57 +406,61 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
             matrix_warps_sync();
             const u32 pass_rows = half * s.box_rows, before = pass * pass_rows;
             const u32 here = count > before ? min(count - before, pass_rows) : 0;
-#pragma unroll 1
-            for (u32 j = 0; j < COLUMNS / WARPS; ++j) {
-                const u32 row = j * WARPS + warp;
-                if (row >= p.rows) break;
-                float factor = 1.f, residual_here = 0.f;
+            // A warp's rows side by side, and for each AT_ONCE columns a lane: all loads before the first store, so that their
+            // latencies overlap.
+            float factor[ROWS_OF_WARP], squares[ROWS_OF_WARP];
+#pragma unroll
+            for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
+                factor[j] = 1.f, squares[j] = 0.f;
                 if (squares_in) {
                     float sum = 0.f;
 #pragma unroll
-                    for (u32 k = 0; k < COLUMNS / WARPS; ++k)
-#pragma unroll
-                        for (u32 i = 0; i < MAX_BLOCKS / 32; ++i)
-                            if (k == j) sum += squares_of[k][i];
-                    factor = 1.f / sqrtf(warp_sum(sum) / p.columns + p.eps);
+                    for (u32 i = 0; i < MAX_BLOCKS / 32; ++i) sum += squares_of[j][i];
+                    factor[j] = 1.f / sqrtf(warp_sum(sum) / p.columns + p.eps);
                 }
-#pragma unroll
-                for (u32 k = 0; k < COLUMNS / WARPS; ++k)
-                    if (k == j) residual_here = residual_of[k];
-                float squares = 0.f;
+            }
 #pragma unroll 1
-                for (u32 i = lane; i < here; i += 32 * AT_ONCE) {
-                    // All loads before the first store, so that their latencies overlap.
-                    float value[AT_ONCE], up[AT_ONCE];
-                    const float* from[AT_ONCE];
+            for (u32 i = lane; i < here; i += 32 * AT_ONCE) {
+                float value[AT_ONCE][ROWS_OF_WARP], up[AT_ONCE][ROWS_OF_WARP];
+                const float* from[AT_ONCE];
 #pragma unroll
-                    for (u32 q = 0; q < AT_ONCE; ++q) {
-                        const u32 unit = min(i + q * 32, here - 1), in_group = __umulhi(unit, box_inverse);
-                        from[q] = sums + (in_group * COLUMNS + row) * SUM_STRIDE + (unit - in_group * s.box_rows);
-                        value[q] = up[q] = 0.f;
-                    }
+                for (u32 q = 0; q < AT_ONCE; ++q) {
+                    const u32 unit = min(i + q * 32, here - 1), in_group = __umulhi(unit, box_inverse);
+                    from[q] = sums + (in_group * COLUMNS + warp) * SUM_STRIDE + (unit - in_group * s.box_rows);
+#pragma unroll
+                    for (u32 j = 0; j < ROWS_OF_WARP; ++j) value[q][j] = up[q][j] = 0.f;
+                }
+                for (u32 k = 0; k < ways; ++k)
+#pragma unroll
+                    for (u32 q = 0; q < AT_ONCE; ++q)
+#pragma unroll
+                        for (u32 j = 0; j < ROWS_OF_WARP; ++j) value[q][j] += from[q][k * way_stride + j * WARPS * SUM_STRIDE];
+                if (kind == GATE_UP)
                     for (u32 k = 0; k < ways; ++k)
 #pragma unroll
-                        for (u32 q = 0; q < AT_ONCE; ++q) value[q] += from[q][k * way_stride];
-                    if (kind == GATE_UP)
-                        for (u32 k = 0; k < ways; ++k)
+                        for (u32 q = 0; q < AT_ONCE; ++q)
 #pragma unroll
-                            for (u32 q = 0; q < AT_ONCE; ++q) up[q] += from[q][k * way_stride + up_offset];
+                            for (u32 j = 0; j < ROWS_OF_WARP; ++j) up[q][j] += from[q][k * way_stride + up_offset + j * WARPS * SUM_STRIDE];
 #pragma unroll
-                    for (u32 q = 0; q < AT_ONCE; ++q) {
-                        const u32 unit = i + q * 32;
-                        if (unit >= here) break;
-                        const float v = value[q] * factor;
-                        const u32 column = first + before + unit;
+                for (u32 q = 0; q < AT_ONCE; ++q) {
+                    const u32 unit = i + q * 32;
+                    if (unit >= here) break;
+                    const u32 column = first + before + unit;
+#pragma unroll
+                    for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
+                        const u32 row = j * WARPS + warp;
+                        if (row >= p.rows) break;
+                        const float v = value[q][j] * factor[j];
                         const u64 at = (u64)row * units + column;
                         if (to_residual) {
-                            const bool early = unit < 32 && pass == 0;
-                            const float sum = v + (early ? residual_here : p.residual[at]);
-                            p.residual[at] = sum;
-                            p.normed[kind == O][at] = float_to_bf16(sum * (early ? norm_of : norm[column]));
-                            squares += sum * sum;
+                            const bool kept = q == 0 && pass == 0 && unit < 32;
+                            const float sum = v + (kept ? residual_of[j] : p.residual[at]);
+                            if (kept) residual_of[j] = sum;
+                            if (!kept || stage / 4 + 1 == p.n_layers) p.residual[at] = sum;
+                            p.normed[kind == O][at] = float_to_bf16(sum * (kept ? norm_of : norm[column]));
+                            squares[j] += sum * sum;
                         } else if (kind == GATE_UP) {
-                            p.gated[at] = float_to_bf16(silu(v) * (up[q] * factor));
+                            p.gated[at] = float_to_bf16(silu(v) * (up[q][j] * factor[j]));
                         } else if (kind == QKV) {
                             p.qkv[at] = float_to_bf16(v);
                         } else {
@@ -455,11 +468,14 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
                         }
                     }
                 }
-                if (to_residual) {
-                    squares = warp_sum(squares);
-                    if (lane == 0) p.squares[kind == O][(u64)row * gridDim.x + blockIdx.x] = squares;
-                }
             }
+            if (to_residual)
+#pragma unroll
+                for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
+                    const u32 row = j * WARPS + warp;
+                    const float sum = warp_sum(squares[j]);
+                    if (lane == 0 && row < p.rows) p.squares[kind == O][(u64)row * gridDim.x + blockIdx.x] = sum;
+                }
             matrix_warps_sync();
         }
         if (stage + 1 < n_stages && threadIdx.x == 0) signal(counter_of(p, stage));
