@@ -355,11 +355,12 @@ impl Splits {
     const MOST_FEW: usize = 16;
 
     /// For `pairs` of a row and a K/V head. A split costs a block about two microseconds besides its tokens, and a row with
-    /// several of them as much again: few pairs are cut finely so that most multiprocessors have work, many not at all.
+    /// several of them as much again. So there are about 128 of them in all, one for each multiprocessor, while rows have up
+    /// to 1,024 tokens: more would mean a second round.
     fn new(pairs: usize) -> Self {
         Self {
-            tokens: (4 * pairs).next_power_of_two().clamp(64, 512),
-            few: (256 / pairs.max(1)).clamp(2, Self::MOST_FEW),
+            tokens: (8 * pairs).next_power_of_two().clamp(64, 1024),
+            few: (128 / pairs.max(1)).clamp(2, Self::MOST_FEW),
         }
     }
 }
