@@ -105,5 +105,6 @@ pub use {
     spec::{Archs, EntryPoint, Header, KernelSpec, Limits},
     stream::{Event, Stream},
     tensor_map::{Swizzle, TensorElement, TensorMap, TensorMapSpec},
+    tuning::row_classes,
     verify::{VerifyReport, verify},
 };

@@ -194,6 +194,20 @@ pub(crate) fn row_class(m: usize) -> usize {
     }
 }
 
+/// The row counts, ascending, that the algorithms of products of up to `max` rows are chosen for. A product of each chooses them
+/// all ahead of their first use, which else waits for the choice.
+///
+/// ```
+/// assert_eq!(cuda_graphs::row_classes(40), [1, 2, 4, 8, 16, 32, 48]);
+/// ```
+pub fn row_classes(max: usize) -> Vec<usize> {
+    let mut classes = vec![1];
+    while let Some(&last) = classes.last().filter(|&&last| last < max) {
+        classes.push(row_class(last + 1));
+    }
+    classes
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -212,6 +226,7 @@ mod tests {
         }
         assert_eq!(row_class(usize::MAX), usize::MAX);
         assert!(classes.len() < 50, "{} classes to time", classes.len());
+        assert!(row_classes(20_000).into_iter().eq(classes));
         for bucket in crate::BucketSet::new(256).unwrap().sizes() {
             assert_eq!(
                 row_class(*bucket),

@@ -338,6 +338,13 @@ impl Runner for CudaRunner {
         mixed_prefill_tokens(decoding).min(self.shape.max_prefill_tokens)
     }
 
+    fn prepare_mixed_steps(&mut self) -> Result<(), Error> {
+        let decoding = self.shape.max_batch_size;
+        Ok(self
+            .backend
+            .prepare_products(decoding + mixed_prefill_tokens(decoding))?)
+    }
+
     fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {
         if self.pending.len() >= MAX_IN_FLIGHT {
             return Err(self.error("a step was submitted while two were under way"));

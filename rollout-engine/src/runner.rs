@@ -236,6 +236,15 @@ pub trait Runner {
         self.shape().max_prefill_tokens
     }
 
+    /// Makes ready what steps of prompts and decode rows within [`mixed_prefill_tokens`](Runner::mixed_prefill_tokens) need,
+    /// so that none of them stops for it. Called only while no step is uncollected. Default: nothing.
+    ///
+    /// # Errors
+    /// Those of the device; steps then go on as without.
+    fn prepare_mixed_steps(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// Starts a step. `pages` already covers every position of it, and its rows are to be read (or mirrored) now:
     /// the scheduler may change them as soon as this returns. Called only while fewer than `max_in_flight` steps
     /// are uncollected.
@@ -322,6 +331,10 @@ impl<R: Runner + ?Sized> Runner for Box<R> {
 
     fn mixed_prefill_tokens(&self, decoding: usize) -> usize {
         (**self).mixed_prefill_tokens(decoding)
+    }
+
+    fn prepare_mixed_steps(&mut self) -> Result<(), Error> {
+        (**self).prepare_mixed_steps()
     }
 
     fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {

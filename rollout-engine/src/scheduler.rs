@@ -157,8 +157,14 @@ impl<R: Runner> Scheduler<R> {
     }
 
     /// Leaves that limit to the runner, for readers who wait for single tokens: [`Runner::mixed_prefill_tokens`].
+    /// Steps under way go on; what the runner has to make ready for such steps it does now, where none are.
     pub fn favor_latency(&mut self) {
         self.mixed_limit = MixedLimit::Runner;
+        if self.in_flight.is_empty()
+            && let Err(error) = self.runner.prepare_mixed_steps()
+        {
+            tracing::warn!(%error, "steps of prompts and decode rows are not prepared");
+        }
     }
 
     /// The limit in force for a step in which `decoding` sequences decode.

@@ -235,8 +235,8 @@ fn one_pass_gives_the_tokens_of_two_for_any_sampling_and_stop_ids() {
 #[ignore = "needs an NVIDIA GPU"]
 fn one_pass_gives_the_tokens_of_two_under_preemption() {
     let _device = device();
-    let tight = pool(24, 16, 60);
-    for scheduler in both("60 pages of 16", &tight, false, None, &requests(60)) {
+    let tight = pool(24, 16, 24);
+    for scheduler in both("24 pages of 16", &tight, false, None, &requests(60)) {
         assert!(scheduler.statistics().preemptions > 0);
     }
 }

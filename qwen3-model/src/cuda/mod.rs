@@ -41,7 +41,7 @@ mod workspace;
 
 use cuda_graphs::{
     BucketSet, CaptureOptions, CaptureReport, Compiler, Device, DeviceBuffer, DeviceSlice, GraphCache,
-    Matmul, Stream,
+    Matmul, Stream, row_classes,
 };
 use half::bf16;
 use paged_kv::cuda::{CudaKvCache, PageTableMirror};
@@ -53,7 +53,9 @@ pub use results::{Pending, SampledToken};
 
 use crate::launch::{FourBitKernels, Kernels};
 use crate::sampling::{Sampling, TokenState};
-use crate::{Backend, Error, Projection, QuantType, Qwen3Config, Result, StepPlan, Weights, walk};
+use crate::{
+    Backend, Error, FusedMatrix, Projection, QuantType, Qwen3Config, Result, StepPlan, Weights, walk,
+};
 use adapters::Adapters;
 use attention::Attention;
 use decode_layers::LayerKernel;
@@ -539,6 +541,27 @@ impl CudaBackend {
     /// them; on at first. Counts for steps that are launched and graphs that are captured afterwards.
     pub fn share_reads(&mut self, on: bool) {
         self.attention.share_reads = on;
+    }
+
+    /// Chooses the algorithms of a layer's products for packed steps of up to `rows` rows, so that no step stops for it. Not
+    /// between a step and the reading of its logits. Takes milliseconds where the choices are known.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]. Panics: none.
+    pub fn prepare_products(&mut self, rows: usize) -> Result<()> {
+        let room = self.options.max_tokens.max(self.options.max_batch_size);
+        for class in row_classes(rows.min(room)) {
+            self.rows = Rows::Packed {
+                tokens: class.min(room),
+                wanted: 0,
+                continued: 0,
+            };
+            for matrix in FusedMatrix::ALL {
+                // Over whatever the workspace holds.
+                self.project(0, matrix)?;
+            }
+        }
+        Ok(())
     }
 
     /// Captures a graph for every bucket, the largest first. Later decode steps replay them.
