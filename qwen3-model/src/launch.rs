@@ -20,6 +20,7 @@ mod four_bit;
 mod four_bit_layer;
 mod sample;
 mod unmerged;
+mod wide_product;
 
 pub use decode_layers::{
     DecodeLayers, DecodeLayersOp, DecodeLayersScratch, LayerOperands, LayersShape, MAX_BLOCKS, MAX_ROWS,
@@ -32,6 +33,7 @@ pub use sample::{Sample, SampleRow, SampleScratch};
 pub use unmerged::{
     LowRankTerm, MAX_PARTS, PartUpdate, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables,
 };
+pub use wide_product::{WIDE_ROWS, WideOutput, WideProductOp, WideProducts};
 
 use crate::{Error, Qwen3Config, Result};
 
@@ -106,6 +108,7 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
         .chain(others)
         .chain(decode_layers::specs())
         .chain(four_bit_layer::specs())
+        .chain(wide_product::specs())
         .collect()
 }
 

@@ -246,7 +246,9 @@ impl DecodeAttention {
             scale,
             plan,
             kernel,
-            config: LaunchConfig::new(blocks.max(1), threads).dynamic_shared_bytes(shared as u32),
+            config: LaunchConfig::new(blocks.max(1), threads)
+                .dynamic_shared_bytes(shared as u32)
+                .programmatic(true),
             max_splits,
             all_splits,
             shared_rows,

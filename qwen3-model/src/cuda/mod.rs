@@ -37,6 +37,7 @@ mod staging;
 mod unmerged;
 mod verify;
 mod weights;
+mod wide;
 mod workspace;
 
 use cuda_graphs::{
@@ -65,6 +66,7 @@ use results::Results;
 use staging::Staging;
 use unmerged::UnmergedAdapters;
 use weights::{DeviceWeights, projection_rows};
+use wide::Wide;
 use workspace::Workspace;
 
 /// Sizes of a [`CudaBackend`]: they decide how much memory it takes.
@@ -237,6 +239,8 @@ pub struct CudaBackend {
     invariant: bool,
     /// The layers of a small decode step, where the device can run them.
     layer_kernel: Option<LayerKernel>,
+    /// The products of a decode step of more rows, where the device can run them.
+    wide_products: Option<Wide>,
     weights: DeviceWeights,
     /// With a matrix in 4 bits only.
     four_bit: Option<FourBit>,
@@ -290,6 +294,7 @@ impl CudaBackend {
         let matmul = Matmul::new(&stream)?;
         let attention = Attention::new(&stream, compiler, &config, &options)?;
         let layer_kernel = LayerKernel::new(device, compiler, &config, &options)?;
+        let wide_products = Wide::new(device, compiler, &config, &options)?;
         let layout = KvLayout {
             n_layers: config.n_layers,
             kv_heads: config.n_kv_heads,
@@ -352,6 +357,7 @@ impl CudaBackend {
             attention,
             invariant: false,
             layer_kernel,
+            wide_products,
             weights,
             four_bit,
             adapters,

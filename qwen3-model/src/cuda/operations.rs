@@ -215,7 +215,8 @@ impl Backend for CudaBackend {
     }
 
     fn rms_norm(&mut self, layer: usize, norm: Norm) -> Result<()> {
-        if self.skips(Stage::Norm) || (self.in_any_layers() && (layer, norm) != (0, Norm::Attention)) {
+        let fused = self.in_any_layers() || self.wide().is_some();
+        if self.skips(Stage::Norm) || (fused && (layer, norm) != (0, Norm::Attention)) {
             return Ok(());
         }
         let elements = self.n_rows() * self.config.hidden_size;
@@ -260,6 +261,9 @@ impl Backend for CudaBackend {
         }
         if self.skips(Stage::of(matrix)) {
             return Ok(());
+        }
+        if let Some((wide, rows)) = self.wide() {
+            return self.wide_project(wide, rows, layer, matrix);
         }
         if self.project_four_bit(layer, matrix)? {
             return Ok(());
@@ -383,7 +387,7 @@ impl Backend for CudaBackend {
     }
 
     fn silu_mul(&mut self) -> Result<()> {
-        if self.skips(Stage::SiluMul) || self.in_any_layers() {
+        if self.skips(Stage::SiluMul) || self.in_any_layers() || self.wide().is_some() {
             return Ok(());
         }
         let (rows, inner) = (self.n_rows(), self.config.intermediate_size);
@@ -406,6 +410,9 @@ impl Backend for CudaBackend {
             Rows::Decode { bucket } => (bucket, self.workspace.logit_rows),
         };
         self.host_logits.clear();
+        if let Some((wide, rows)) = self.wide() {
+            return self.wide_head(wide, rows);
+        }
         if wanted <= room {
             return if wanted > 0 { self.head(0, wanted) } else { Ok(()) };
         }

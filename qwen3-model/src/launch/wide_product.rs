@@ -1,0 +1,466 @@
+//! The launch of `kernels/wide_product.cuh`: one matrix product of a decode step of 17 to 64 rows, with what lies between
+//! it and its neighbours. See there for how it works and why.
+
+use bytemuck::{Pod, Zeroable};
+use cuda_graphs::{
+    Arch, Archs, Compiler, Device, DeviceBuffer, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig,
+    Limits, Stream, Swizzle, TensorElement, TensorMap, TensorMapSpec,
+};
+use half::bf16;
+
+use super::decode_layers::HOPPER;
+use super::{COMMON, aligned, refuse, same, small};
+use crate::Result;
+
+const WGMMA: Header = Header::new("wgmma.cuh", include_str!("../../kernels/wgmma.cuh"));
+const WIDE: Header = Header::new("wide_product.cuh", include_str!("../../kernels/wide_product.cuh"));
+
+/// Columns of X and W in one step of the kernel.
+const CHUNK: usize = 64;
+/// Rows of the weight in a block's tile.
+const TILE_ROWS: usize = 128;
+const THREADS: u32 = 256 + 96;
+const W_SLOT_BYTES: usize = TILE_ROWS * 2 * CHUNK;
+/// Entry points, in the order of the kernel's kinds.
+const KINDS: [&str; 4] = ["wide_residual", "wide_gated", "wide_bf16", "wide_f32"];
+
+/// A specialisation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Form {
+    /// Batch rows; fewer are padded.
+    columns: usize,
+    /// Slots of the rings of weights and of activations.
+    w_slots: usize,
+    x_slots: usize,
+    /// Slots of weights that are on their way at once.
+    flying: usize,
+}
+
+/// Measured on an H200: see docs/performance.md.
+const FORMS: [Form; 2] = [Form::new(32, [12, 6], 3), Form::new(64, [9, 7], 3)];
+
+impl Form {
+    const fn new(columns: usize, [w_slots, x_slots]: [usize; 2], flying: usize) -> Self {
+        Self {
+            columns,
+            w_slots,
+            x_slots,
+            flying,
+        }
+    }
+
+    /// As `WideMemory::BYTES` in the kernel.
+    const fn shared_bytes(&self) -> usize {
+        let rings = self.w_slots * W_SLOT_BYTES + self.x_slots * self.columns * 2 * CHUNK;
+        rings + self.columns * 4 + 16 * (self.w_slots + self.x_slots) + 8
+    }
+
+    fn spec(&self) -> KernelSpec {
+        let spec = KernelSpec::new(
+            format!("wide_product<{}>", self.columns),
+            include_str!("../../kernels/wide_product.cu"),
+        );
+        let spec = spec
+            .headers([COMMON, HOPPER, WGMMA, WIDE])
+            .define("OF_COLUMNS", self.columns)
+            .define("OF_W_SLOTS", self.w_slots)
+            .define("OF_X_SLOTS", self.x_slots)
+            .define("OF_W_FLYING", self.flying)
+            .archs(Archs::Only(vec![Arch::SM_90A]));
+        // One block of 352 threads per multiprocessor.
+        KINDS
+            .into_iter()
+            .fold(spec, |spec, kind| spec.entry(kind, Limits::registers(128)))
+    }
+}
+
+/// Every specialisation.
+pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
+    FORMS.iter().map(Form::spec)
+}
+
+/// Fewest and most batch rows.
+pub const WIDE_ROWS: std::ops::RangeInclusive<usize> = 1..=FORMS[FORMS.len() - 1].columns;
+
+/// What becomes of a product.
+#[derive(Debug, Clone, Copy)]
+pub enum WideOutput<'a> {
+    /// `residual += product`, `normed = bf16(residual * norm)`, and the sums of squares by which the consumer of
+    /// `normed` must scale.
+    Residual {
+        /// `[rows, N]`.
+        residual: DeviceSlice<'a, f32>,
+        /// `[N]`, weight of the norm that follows.
+        norm: DeviceSlice<'a, f32>,
+        /// `[rows, N]`.
+        normed: DeviceSlice<'a, bf16>,
+        /// See [`WideProducts::squares_len`].
+        squares: DeviceSlice<'a, f32>,
+    },
+    /// `silu(gate) * up`, the weight being gate above up; `[rows, N / 2]`.
+    Gated(DeviceSlice<'a, bf16>),
+    /// The product, `[rows, N]`.
+    Bf16(DeviceSlice<'a, bf16>),
+    /// The product, `[rows, N]`.
+    F32(DeviceSlice<'a, f32>),
+}
+
+/// One product: `output = input · weightᵀ`.
+#[derive(Debug, Clone, Copy)]
+pub struct WideProductOp<'a> {
+    /// Batch rows, one of [`WIDE_ROWS`].
+    pub rows: usize,
+    /// `[N, K]`, row-major; K a multiple of 64, N of 16.
+    pub weight: DeviceSlice<'a, bf16>,
+    /// `[rows, K]`.
+    pub input: DeviceSlice<'a, bf16>,
+    /// Sums of squares that belong to `input`: the product is divided by the root of their mean. See
+    /// [`WideProducts::squares_len`].
+    pub squares: Option<DeviceSlice<'a, f32>>,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Where it goes.
+    pub output: WideOutput<'a>,
+}
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct WideParams {
+    w_map: TensorMap,
+    x_map: TensorMap,
+    out: u64,
+    norm: u64,
+    normed: u64,
+    squares_out: u64,
+    squares_in: u64,
+    partial: u64,
+    arrived: u64,
+    rows: u32,
+    units: u32,
+    chunks: u32,
+    tiles: u32,
+    split_tiles: u32,
+    split_units: u32,
+    split_blocks: u32,
+    inverse_k: f32,
+    eps: f32,
+    unused: [u32; 9],
+}
+
+/// How the tiles of a matrix are dealt to blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Deal {
+    tiles: usize,
+    /// Of which so many are cut into equal shares, the others given out whole.
+    split_tiles: usize,
+    /// Blocks that take a share.
+    split_blocks: usize,
+}
+
+impl Deal {
+    fn new(n: usize, chunks: usize, blocks: usize, all_split: bool) -> Self {
+        let tiles = n.div_ceil(TILE_ROWS);
+        let rest = tiles % blocks;
+        let split_tiles = match all_split {
+            true => tiles,
+            // A nearly full round costs less than the exchange of sums.
+            false if rest * 10 >= blocks * 9 => 0,
+            false => rest,
+        };
+        Self {
+            tiles,
+            split_tiles,
+            split_blocks: blocks.min(split_tiles * chunks),
+        }
+    }
+}
+
+/// The kernels, loaded on one device, and the memory through which their blocks exchange sums.
+#[derive(Debug)]
+pub struct WideProducts {
+    /// By form, then by kind.
+    kernels: Vec<[Kernel; KINDS.len()]>,
+    blocks: usize,
+    /// f32, four per entry: `[blocks, 2, 2, columns / 8, 128]`.
+    partial: DeviceBuffer<f32>,
+    /// `[blocks]`.
+    arrived: DeviceBuffer<u32>,
+}
+
+impl WideProducts {
+    /// Compiles and loads the kernels for up to `max_rows` batch rows (those of [`WIDE_ROWS`] if it is more), or takes them
+    /// from the compiler's cache. `None` on a device that cannot run them.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn load(compiler: &Compiler, device: &Device, max_rows: usize) -> Result<Option<Self>> {
+        let info = device.info();
+        if Arch::of_device(info.compute_capability.0, info.compute_capability.1) != Arch::SM_90A {
+            return Ok(None);
+        }
+        let needed = FORMS.iter().take_while(|form| form.columns / 2 < max_rows);
+        let forms: Vec<&Form> = FORMS.iter().take(needed.count().max(1)).collect();
+        let specs: Vec<_> = forms.iter().map(|form| form.spec()).collect();
+        let modules = compiler.load_all(device, &specs)?;
+        let mut kernels = Vec::with_capacity(forms.len());
+        for (form, module) in forms.iter().zip(&modules) {
+            let of = |kind: usize| -> Result<Kernel> { Ok(module.kernel(KINDS[kind])?) };
+            let of_form = [of(0)?, of(1)?, of(2)?, of(3)?];
+            for kernel in &of_form {
+                // Blocks wait for each other, so all must be resident.
+                if kernel.blocks_per_multiprocessor(THREADS, form.shared_bytes() as u32)? == 0 {
+                    return Ok(None);
+                }
+            }
+            kernels.push(of_form);
+        }
+        let blocks = info.multiprocessors as usize;
+        let columns = forms.last().map_or(0, |form| form.columns);
+        Ok(Some(Self {
+            kernels,
+            blocks,
+            partial: DeviceBuffer::zeroed(device, blocks * 2 * TILE_ROWS * columns)?,
+            arrived: DeviceBuffer::zeroed(device, blocks)?,
+        }))
+    }
+
+    /// Whether a product of `n` rows of weights and `k` columns can run here, with
+    /// [`WideOutput::Residual`] if `residual`.
+    pub fn takes(&self, n: usize, k: usize, residual: bool) -> bool {
+        let fits = !residual || n <= self.blocks * TILE_ROWS;
+        n > 0 && k > 0 && n.is_multiple_of(16) && k.is_multiple_of(CHUNK) && fits
+    }
+
+    /// Batch rows that `rows` are padded to; `None` if they are too many for what was loaded.
+    fn form(&self, rows: usize) -> Option<(usize, &'static Form)> {
+        let found = FORMS
+            .iter()
+            .take(self.kernels.len())
+            .position(|form| rows <= form.columns)?;
+        Some((found, &FORMS[found]))
+    }
+
+    /// Elements of the sums of squares of `rows` rows of `k` columns: `[k / 64, rows rounded up to a form]`, 0 for too
+    /// many rows.
+    pub fn squares_len(&self, rows: usize, k: usize) -> usize {
+        self.form(rows)
+            .map_or(0, |(_, form)| k.div_ceil(CHUNK) * form.columns)
+    }
+
+    /// Gives one launch to `stream`. Launches of one `WideProducts` must be in one stream.
+    ///
+    /// Weights may be read before the kernels ahead in the stream have ended: whoever writes weights must wait for the
+    /// device before more work is given to the stream.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) for lengths that do not fit each other;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn run(&self, stream: &Stream, op: &WideProductOp<'_>) -> Result<()> {
+        let rows = op.rows;
+        let Some((which, form)) = self.form(rows).filter(|_| rows > 0) else {
+            return refuse("rows", format!("{rows} rows at once are not possible"));
+        };
+        let k = op.input.len() / rows;
+        same("input", op.input.len(), rows * k)?;
+        let n = op.weight.len().checked_div(k).unwrap_or(0);
+        same("weight", op.weight.len(), n * k)?;
+        let residual = matches!(op.output, WideOutput::Residual { .. });
+        if !self.takes(n, k, residual) {
+            return refuse("weight", format!("of {n} rows of {k} columns is not possible"));
+        }
+        aligned("weight", op.weight.ptr(), 16)?;
+        if let Some(squares) = op.squares {
+            same("squares", squares.len(), self.squares_len(rows, k))?;
+            stream.keep_memory(squares);
+        }
+        for buffer in [op.weight, op.input] {
+            stream.keep_memory(buffer);
+        }
+        stream.keep_memory(self.partial.as_slice());
+        stream.keep_memory(self.arrived.as_slice());
+
+        let chunks = k / CHUNK;
+        let deal = Deal::new(n, chunks, self.blocks, residual);
+        let mut params = WideParams {
+            squares_in: op.squares.map_or(0, |squares| squares.ptr()),
+            partial: self.partial.as_slice().ptr(),
+            arrived: self.arrived.as_slice().ptr(),
+            rows: small("rows", rows)?,
+            chunks: small("chunks", chunks)?,
+            tiles: small("tiles", deal.tiles)?,
+            split_tiles: small("tiles", deal.split_tiles)?,
+            split_units: small("chunks", deal.split_tiles * chunks)?,
+            split_blocks: small("blocks", deal.split_blocks)?,
+            inverse_k: 1.0 / k as f32,
+            eps: op.eps,
+            ..Zeroable::zeroed()
+        };
+        let (kind, units) = self.output(stream, op, n, &mut params)?;
+        params.units = small("columns", units)?;
+        params.w_map = weight_map(op.weight, n, k, kind == 1)?;
+        params.x_map = input_map(op.input, rows, k, form)?;
+        let config = LaunchConfig::new(self.blocks as u32, THREADS)
+            .dynamic_shared_bytes(form.shared_bytes() as u32)
+            .programmatic(true);
+        // SAFETY: every buffer has the length that the kernel gives it, checked here and in `output`, and is kept by a
+        // capture; `partial` and `arrived` are made for this many blocks, all of which are resident, as `load` made sure.
+        Ok(unsafe { self.kernels[which][kind].launch(stream, &config, &params) }?)
+    }
+
+    /// Kind and columns of the output, whose addresses go to `params`.
+    fn output(
+        &self,
+        stream: &Stream,
+        op: &WideProductOp<'_>,
+        n: usize,
+        params: &mut WideParams,
+    ) -> Result<(usize, usize)> {
+        let rows = op.rows;
+        match op.output {
+            WideOutput::Residual {
+                residual,
+                norm,
+                normed,
+                squares,
+            } => {
+                same("residual", residual.len(), rows * n)?;
+                same("norm", norm.len(), n)?;
+                same("normed", normed.len(), rows * n)?;
+                same("squares", squares.len(), self.squares_len(rows, n))?;
+                for buffer in [residual, norm, squares] {
+                    stream.keep_memory(buffer);
+                }
+                stream.keep_memory(normed);
+                params.out = residual.ptr();
+                params.norm = norm.ptr();
+                params.normed = normed.ptr();
+                params.squares_out = squares.ptr();
+                Ok((0, n))
+            }
+            WideOutput::Gated(out) => {
+                same("output", out.len(), rows * (n / 2))?;
+                stream.keep_memory(out);
+                params.out = out.ptr();
+                Ok((1, n / 2))
+            }
+            WideOutput::Bf16(out) => {
+                same("output", out.len(), rows * n)?;
+                stream.keep_memory(out);
+                params.out = out.ptr();
+                Ok((2, n))
+            }
+            WideOutput::F32(out) => {
+                same("output", out.len(), rows * n)?;
+                stream.keep_memory(out);
+                params.out = out.ptr();
+                Ok((3, n))
+            }
+        }
+    }
+}
+
+/// A row-major `[n, k]` matrix in boxes of 64 columns and 16 groups of eight rows: neighbouring groups, or for gate above
+/// up a group of each in turn.
+fn weight_map(matrix: DeviceSlice<'_, bf16>, n: usize, k: usize, gated: bool) -> Result<TensorMap> {
+    let row = 2 * k as u64;
+    let (half, pair) = match gated {
+        true => (n as u64 / 2 * row, 8 * row),
+        false => (8 * row, 16 * row),
+    };
+    let spec = TensorMapSpec {
+        element: TensorElement::Bf16,
+        dims: &[k as u64, 8, 2, (n / 16) as u64],
+        strides: &[row, half, pair],
+        box_dims: &[CHUNK as u32, 8, 2, (TILE_ROWS / 16) as u32],
+        swizzle: Swizzle::Bytes128,
+    };
+    Ok(TensorMap::tiled(matrix, &spec)?)
+}
+
+/// `[rows, k]` in boxes of 64 columns and all batch rows.
+fn input_map(matrix: DeviceSlice<'_, bf16>, rows: usize, k: usize, form: &Form) -> Result<TensorMap> {
+    let spec = TensorMapSpec {
+        element: TensorElement::Bf16,
+        dims: &[k as u64, rows as u64],
+        strides: &[2 * k as u64],
+        box_dims: &[CHUNK as u32, form.columns as u32],
+        swizzle: Swizzle::Bytes128,
+    };
+    Ok(TensorMap::tiled(matrix, &spec)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The shares as the kernel computes them: tile, first chunk and number of chunks, by block.
+    fn shares(deal: &Deal, chunks: usize, blocks: usize) -> Vec<Vec<(usize, usize, usize)>> {
+        let units = deal.split_tiles * chunks;
+        let share = |block: usize| {
+            let mut parts = Vec::new();
+            if block < deal.split_blocks {
+                let (mut unit, end) = (
+                    block * units / deal.split_blocks,
+                    (block + 1) * units / deal.split_blocks,
+                );
+                while unit < end {
+                    let n = (chunks - unit % chunks).min(end - unit);
+                    parts.push((unit / chunks, unit % chunks, n));
+                    unit += n;
+                }
+            }
+            let whole = (deal.split_tiles + block..deal.tiles).step_by(blocks);
+            parts.extend(whole.map(|tile| (tile, 0, chunks)));
+            parts
+        };
+        (0..blocks).map(share).collect()
+    }
+
+    #[test]
+    fn every_chunk_of_every_tile_is_multiplied_once_and_a_share_has_at_most_two_split_tiles() {
+        for blocks in [1, 2, 66, 132] {
+            for (n, k) in [
+                (16, 64),
+                (2560, 4096),
+                (2560, 9728),
+                (6144, 2560),
+                (19_456, 2560),
+                (151_936, 2560),
+                (30_000, 128),
+            ] {
+                for residual in [false, true] {
+                    let (chunks, residual) = (k / CHUNK, residual && n <= TILE_ROWS * blocks);
+                    let deal = Deal::new(n, chunks, blocks, residual);
+                    assert!(deal.split_tiles <= blocks, "{deal:?}");
+                    let mut seen = vec![0; deal.tiles * chunks];
+                    for share in shares(&deal, chunks, blocks) {
+                        for &(tile, first, n) in &share {
+                            seen[tile * chunks + first..][..n]
+                                .iter_mut()
+                                .for_each(|seen| *seen += 1);
+                        }
+                        let split = share.iter().filter(|part| part.0 < deal.split_tiles);
+                        assert!(split.count() <= 2, "{share:?}");
+                    }
+                    assert!(seen.iter().all(|&seen| seen == 1), "{deal:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn shared_memory_fits_a_multiprocessor() {
+        for form in FORMS {
+            // Of 228 KiB each block takes one for itself.
+            assert!(
+                (form.shared_bytes() + 1024) * form.resident <= 228 * 1024,
+                "{form:?}"
+            );
+            assert!(
+                form.shared_bytes() >= 16 * form.columns * 4,
+                "sums of squares need room: {form:?}"
+            );
+        }
+        assert_eq!(size_of::<WideParams>(), 384);
+    }
+}

@@ -1,0 +1,298 @@
+//! The products of decode steps of many rows, against an f64 reference.
+#![cfg(feature = "cuda")]
+
+mod gpu_support;
+
+use cuda_graphs::DeviceBuffer;
+use gpu_support::{Gpu, assert_twice, bf16s, normals, rng, round};
+use half::bf16;
+use qwen3_model::launch::{WideOutput, WideProductOp, WideProducts};
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
+
+const EPS: f32 = 1e-6;
+/// Rows that the kernels are compiled for.
+const FORMS: [usize; 2] = [32, 64];
+
+fn products(gpu: &Gpu) -> WideProducts {
+    let loaded = WideProducts::load(&gpu.compiler, &gpu.device, 64).unwrap();
+    loaded.expect("a device of compute capability 9.0")
+}
+
+/// `[rows, n]` exact products of `[rows, k]` with `[n, k]`.
+fn multiply(x: &[f64], w: &[bf16], k: usize) -> Vec<f64> {
+    let dot = |x: &[f64], w: &[bf16]| -> f64 { x.iter().zip(w).map(|(x, w)| x * w.to_f64()).sum() };
+    let rows = x.par_chunks(k);
+    rows.flat_map_iter(|x| w.chunks(k).map(move |w| dot(x, w)))
+        .collect()
+}
+
+/// What the norm before a product leaves: its bf16 input, not scaled, and sums of squares; and what goes through.
+struct Normed {
+    x: Vec<bf16>,
+    squares: Vec<f32>,
+    exact: Vec<f64>,
+    /// As a bf16 formula rounds.
+    plain: Vec<f64>,
+}
+
+impl Normed {
+    fn random(rng: &mut ChaCha8Rng, products: &WideProducts, rows: usize, k: usize) -> Self {
+        let hidden = normals(rng, rows * k, 1.5);
+        let norm: Vec<f32> = normals(rng, k, 0.2).iter().map(|x| 1.0 + x).collect();
+        let weighed = |i: usize| hidden[i] * norm[i % k];
+        let columns = products.squares_len(rows, k) / k.div_ceil(64);
+        // Places of rows beyond the batch are not read.
+        let mut squares = vec![f32::NAN; products.squares_len(rows, k)];
+        let (mut exact, mut plain) = (vec![], vec![]);
+        for (row, hidden) in hidden.chunks(k).enumerate() {
+            for (slot, part) in hidden.chunks(64).enumerate() {
+                squares[slot * columns + row] = part.iter().map(|x| x * x).sum();
+            }
+            let mean = hidden.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / k as f64;
+            let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
+            for (&x, &w) in hidden.iter().zip(&norm) {
+                let (x, w) = (f64::from(x), f64::from(w));
+                exact.push(x * scale * w);
+                plain.push(round(round(x * scale) * w));
+            }
+        }
+        let x = (0..rows * k).map(|i| bf16::from_f32(weighed(i))).collect();
+        Self {
+            x,
+            squares,
+            exact,
+            plain,
+        }
+    }
+}
+
+struct Residual {
+    residual: Vec<f32>,
+    normed: Vec<bf16>,
+    squares: Vec<f32>,
+}
+
+fn run_residual(
+    gpu: &Gpu,
+    products: &WideProducts,
+    rows: usize,
+    [weight, x]: [&[bf16]; 2],
+    [residual, norm]: [&[f32]; 2],
+) -> Residual {
+    let n = norm.len();
+    let (residual, norm) = (gpu.put(residual), gpu.put(norm));
+    let normed = gpu.poisoned::<bf16>(rows * n);
+    let squares = gpu.poisoned::<f32>(products.squares_len(rows, n));
+    let (weight, x) = (gpu.put(weight), gpu.put(x));
+    let op = WideProductOp {
+        rows,
+        weight: weight.as_slice(),
+        input: x.as_slice(),
+        squares: None,
+        eps: EPS,
+        output: WideOutput::Residual {
+            residual: residual.as_slice(),
+            norm: norm.as_slice(),
+            normed: normed.as_slice(),
+            squares: squares.as_slice(),
+        },
+    };
+    products.run(&gpu.stream, &op).unwrap();
+    Residual {
+        residual: gpu.get(&residual),
+        normed: gpu.get(&normed),
+        squares: gpu.get(&squares),
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Gated,
+    Bf16,
+    F32,
+}
+
+/// `[rows, columns of the output]`.
+fn run_scaled(
+    gpu: &Gpu,
+    products: &WideProducts,
+    rows: usize,
+    kind: Kind,
+    weight: &[bf16],
+    input: &Normed,
+) -> Vec<f32> {
+    let k = input.x.len() / rows;
+    let n = weight.len() / k / if kind == Kind::Gated { 2 } else { 1 };
+    let out_bf16: DeviceBuffer<bf16> = gpu.poisoned(rows * n);
+    let out_f32: DeviceBuffer<f32> = gpu.poisoned(rows * n);
+    let (weight, x, squares) = (gpu.put(weight), gpu.put(&input.x), gpu.put(&input.squares));
+    let op = WideProductOp {
+        rows,
+        weight: weight.as_slice(),
+        input: x.as_slice(),
+        squares: Some(squares.as_slice()),
+        eps: EPS,
+        output: match kind {
+            Kind::Gated => WideOutput::Gated(out_bf16.as_slice()),
+            Kind::Bf16 => WideOutput::Bf16(out_bf16.as_slice()),
+            Kind::F32 => WideOutput::F32(out_f32.as_slice()),
+        },
+    };
+    products.run(&gpu.stream, &op).unwrap();
+    match kind {
+        Kind::F32 => gpu.get(&out_f32),
+        _ => gpu.get(&out_bf16).iter().map(|x| x.to_f32()).collect(),
+    }
+}
+
+fn to_bf16(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|&x| bf16::from_f32(x)).collect()
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn sums_into_the_residual_stream_agree_with_the_reference() {
+    let gpu = Gpu::open();
+    let products = products(&gpu);
+    let mut rng = rng(1);
+    // One chunk; fewer rows than a tile; ends within a tile and within 64 rows; many shares per tile.
+    for (n, k) in [(64, 64), (80, 192), (320, 832), (2560, 128), (1024, 3072)] {
+        for rows in [1, 17, 32, 33, 48, 63, 64] {
+            let weight = bf16s(&mut rng, n * k, 1.0 / (k as f32).sqrt());
+            let x = bf16s(&mut rng, rows * k, 1.0);
+            let residual = normals(&mut rng, rows * n, 1.0);
+            let norm: Vec<f32> = normals(&mut rng, n, 0.2).iter().map(|x| 1.0 + x).collect();
+            let got = run_residual(&gpu, &products, rows, [&weight, &x], [&residual, &norm]);
+            let x: Vec<f64> = x.iter().map(|x| x.to_f64()).collect();
+            let product = multiply(&x, &weight, k);
+            let exact: Vec<f64> = product
+                .iter()
+                .zip(&residual)
+                .map(|(p, &r)| p + f64::from(r))
+                .collect();
+            let plain: Vec<f64> = product
+                .iter()
+                .zip(&residual)
+                .map(|(p, &r)| round(round(*p) + f64::from(r)))
+                .collect();
+            let what = format!("{n} x {k}, {rows} rows");
+            assert_twice(&what, &to_bf16(&got.residual), &plain, &exact);
+            let weigh = |x: &[f64], rounding: fn(f64) -> f64| -> Vec<f64> {
+                let weighed = x.iter().enumerate();
+                weighed
+                    .map(|(i, x)| rounding(x * f64::from(norm[i % n])))
+                    .collect()
+            };
+            assert_twice(
+                &format!("{what}, normed"),
+                &got.normed,
+                &weigh(&plain, round),
+                &weigh(&exact, |x| x),
+            );
+            let columns = got.squares.len() / n.div_ceil(64);
+            for (row, residual) in got.residual.chunks(n).enumerate() {
+                let sum: f32 = (0..n.div_ceil(64))
+                    .map(|slot| got.squares[slot * columns + row])
+                    .sum();
+                let exact: f32 = residual.iter().map(|x| x * x).sum();
+                assert!(
+                    (sum - exact).abs() <= 1e-5 * exact,
+                    "{what}, row {row}: {sum}, {exact}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn scaled_products_agree_with_the_reference() {
+    let gpu = Gpu::open();
+    let products = products(&gpu);
+    let mut rng = rng(2);
+    // Split tiles alone, whole tiles alone, and both.
+    for (n, k) in [(64, 64), (208, 320), (4000, 128), (19_456, 64), (33_808, 64)] {
+        for rows in [1, 31, 32, 40, 64] {
+            let weight = bf16s(&mut rng, n * k, 1.0 / (k as f32).sqrt());
+            let input = Normed::random(&mut rng, &products, rows, k);
+            let exact = multiply(&input.exact, &weight, k);
+            let plain: Vec<f64> = multiply(&input.plain, &weight, k)
+                .into_iter()
+                .map(round)
+                .collect();
+            for kind in [Kind::Gated, Kind::Bf16, Kind::F32] {
+                let got = run_scaled(&gpu, &products, rows, kind, &weight, &input);
+                let what = format!("{n} x {k}, {rows} rows, {kind:?}");
+                if kind != Kind::Gated {
+                    assert_twice(&what, &to_bf16(&got), &plain, &exact);
+                    continue;
+                }
+                let gate = |all: &[f64], rounding: fn(f64) -> f64| -> Vec<f64> {
+                    all.chunks(n)
+                        .flat_map(|row| {
+                            let (gate, up) = row.split_at(n / 2);
+                            gate.iter()
+                                .zip(up)
+                                .map(|(g, u)| rounding(rounding(g / (1.0 + (-g).exp())) * u))
+                                .collect::<Vec<_>>()
+                        })
+                        .collect()
+                };
+                assert_twice(&what, &to_bf16(&got), &gate(&plain, round), &gate(&exact, |x| x));
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_row_gives_the_same_bits_in_every_batch_of_a_form_and_at_every_run() {
+    let gpu = Gpu::open();
+    let products = products(&gpu);
+    let mut rng = rng(3);
+    let (n, k) = (1088, 1600);
+    let weight = bf16s(&mut rng, n * k, 1.0 / (k as f32).sqrt());
+    let norm = normals(&mut rng, n, 1.0);
+    let bits = |values: &[f32]| -> Vec<u32> { values.iter().map(|x| x.to_bits()).collect() };
+    for most in FORMS {
+        let x = bf16s(&mut rng, most * k, 1.0);
+        let residual = normals(&mut rng, most * n, 1.0);
+        let whole = run_residual(&gpu, &products, most, [&weight, &x], [&residual, &norm]);
+        for _ in 0..20 {
+            let rows = rng.random_range(most / 2 + 1..=most);
+            let first = rng.random_range(0..=most - rows);
+            let (x, residual) = (&x[first * k..][..rows * k], &residual[first * n..][..rows * n]);
+            let part = run_residual(&gpu, &products, rows, [&weight, x], [residual, &norm]);
+            let same = bits(&part.residual) == bits(&whole.residual[first * n..][..rows * n]);
+            assert!(same, "{rows} of {most} rows, from {first}");
+            assert_eq!(part.normed, whole.normed[first * n..][..rows * n]);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn shapes_that_the_kernels_cannot_take_are_refused() {
+    let gpu = Gpu::open();
+    let products = products(&gpu);
+    let (weight, out) = (gpu.poisoned::<bf16>(64 * 64), gpu.poisoned::<f32>(65 * 64));
+    let input = gpu.poisoned::<bf16>(65 * 64);
+    let refused = |rows: usize, weights: usize, inputs: usize, outputs: usize| {
+        let op = WideProductOp {
+            rows,
+            weight: weight.slice(..weights).unwrap(),
+            input: input.slice(..inputs).unwrap(),
+            squares: None,
+            eps: EPS,
+            output: WideOutput::F32(out.slice(..outputs).unwrap()),
+        };
+        products.run(&gpu.stream, &op).unwrap_err().to_string()
+    };
+    assert!(refused(65, 64 * 64, 65 * 64, 65 * 64).contains("65 rows"));
+    assert!(refused(0, 64 * 64, 0, 0).contains("0 rows"));
+    assert!(refused(20, 64 * 32, 20 * 32, 20 * 64).contains("64 rows of 32 columns"));
+    assert!(refused(20, 24 * 64, 20 * 64, 20 * 24).contains("24 rows of 64 columns"));
+    assert!(refused(20, 64 * 64, 20 * 64, 20 * 63).contains("output"));
+}
