@@ -6,6 +6,9 @@
 //   full     every key is seen; the score function still applies
 //   partial  the mask function and the length apply
 //
+// With CONTIGUOUS the full entries of every list are neighbours in both, and so are the partial ones, which the host has
+// checked: then the first of each is all that is read.
+//
 // Blocks are cut into granules of 16 keys, so BLOCK_N and the page size are independent. A block that no list names is
 // never touched.
 #pragma once
@@ -65,13 +68,20 @@ struct MaskSource {
 #pragma unroll
     for (int i = 0; i < N_GRANULES; i++) {
       const int granule = first + i;
-      const int within = (granule & ((1 << p.block_granules_shift) - 1)) * GRANULE;
+      [[maybe_unused]] const int within = (granule & ((1 << p.block_granules_shift) - 1)) * GRANULE;
       b.place[i] = -1;
       b.position[i] = 0;
       if (granule < granules) {
+#if CONTIGUOUS
+        // One load serves the whole list.
+        const int2 entry = __ldg(from);
+        b.place[i] = (entry.x << (p.block_granules_shift + 4)) + granule * GRANULE;
+        b.position[i] = (entry.y << (p.block_granules_shift + 4)) + granule * GRANULE;
+#else
         const int2 entry = __ldg(from + (granule >> p.block_granules_shift));
         b.place[i] = (entry.x << (p.block_granules_shift + 4)) + within;
         b.position[i] = (entry.y << (p.block_granules_shift + 4)) + within;
+#endif
       }
     }
     return b;

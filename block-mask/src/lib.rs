@@ -8,6 +8,7 @@ pub mod codegen;
 pub mod cuda;
 mod error;
 pub mod expr;
+mod kernel_options;
 #[cfg(feature = "cuda")]
 mod launch;
 mod mask;
@@ -17,6 +18,7 @@ mod score_mod;
 
 pub use attention::{ContiguousKv, FlexOptions, QueryView, flex_attention, flex_attention_contiguous};
 pub use error::{Error, Result};
+pub use kernel_options::{DecodeKernelOptions, KernelOptionsError, PrefillKernel, PrefillKernelOptions};
 pub use mask::{
     Block, BlockArrays, BlockMask, BlockState, DEFAULT_BLOCK, KvBlocks, Logical, MaskShape, PackedSequence,
     Paged, Physical, QuerySpan, Space, paged_causal_mask,

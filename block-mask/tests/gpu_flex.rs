@@ -333,6 +333,53 @@ fn rows_that_may_see_nothing_are_refused_the_kernel_without_guards() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
+fn contiguous_blocks_are_stepped_through_only_where_they_were_checked() {
+    let gpu = gpu();
+    for seed in 0..6 {
+        let mut random = Random::new(400 + seed);
+        let page_size = random.pick(&[16, 32]);
+        let lens = [random.within(150, 300), random.within(150, 300)];
+        let mut problem = random_problem(&mut random, &lens, page_size);
+        let heads = problem.heads();
+        problem.layout = QueryLayout::batched(heads, 150, problem.sequences.head_dim);
+        problem.q = random.values(2 * problem.layout.batch_stride);
+        let shape = MaskShape::new(2, 1, 150, 300).with_blocks(64, page_size);
+        let logical = BlockMask::from_fn(shape, MaskMod::causal()).unwrap();
+        let in_order = problem.sequences.place_in_order(&gpu);
+        let mask = logical.to_physical(&in_order.table, &in_order.slots).unwrap();
+        assert!(mask.is_contiguous());
+        let listed = problem.run(&gpu, &in_order, &mask);
+        problem.options.blocks_are_contiguous = true;
+        let stepped = problem.run(&gpu, &in_order, &mask);
+        problem.compare(&mask, &stepped, &format!("seed {seed}"));
+        assert_eq!(bits(&listed.0), bits(&stepped.0), "seed {seed}");
+        // Where pages lie in turns the same kernel would read other sequences' keys: it is not run.
+        let scattered = problem.sequences.place(&gpu, &mut random);
+        let mask = logical.to_physical(&scattered.table, &scattered.slots).unwrap();
+        let attention = problem.attention(&gpu, mask.mask_mod()).unwrap();
+        let on_device = DeviceBlockMask::new(&gpu.stream, &mask).unwrap();
+        let buffer = DeviceBuffer::from_slice(&gpu.stream, &problem.q).unwrap();
+        let args = FlexArgs {
+            q: buffer.as_slice(),
+            out: buffer.as_slice(),
+            layout: problem.layout,
+            lse: None,
+            k: scattered.k.as_slice(),
+            v: scattered.v.as_slice(),
+        };
+        let refused = attention.run(&gpu.stream, &on_device, &args);
+        assert!(matches!(
+            refused,
+            Err(CudaError::OptionRefused {
+                option: "blocks_are_contiguous",
+                ..
+            })
+        ));
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
 fn a_mask_of_another_function_is_refused() {
     let gpu = gpu();
     let mut random = Random::new(300);

@@ -23,6 +23,8 @@ const PREFERENCE_REDUCTIONS: c_int = 3;
 const REDUCTION_IN_F32: u32 = 2;
 const CONFIG_SPLITS: c_int = 2;
 const CONFIG_REDUCTION: c_int = 3;
+/// No split products at all.
+const NO_REDUCTION: u32 = 0;
 /// Four consecutive attributes, for A, B, C and D.
 const PREFERENCE_ALIGNMENT_A: c_int = 5;
 /// What every operand's address is a multiple of.
@@ -334,6 +336,7 @@ impl Product {
         handle: &Handle,
         workspace: usize,
         most: usize,
+        split_k: bool,
     ) -> Result<Vec<Heuristic>> {
         let raw = lt.made("cublasLtMatmulPreferenceCreate", |raw| {
             // SAFETY: writes one handle.
@@ -350,7 +353,8 @@ impl Product {
             lt.check("cublasLtMatmulPreferenceSetAttribute", &self.name, status)
         };
         set(PREFERENCE_WORKSPACE, &(workspace as u64).to_ne_bytes())?;
-        set(PREFERENCE_REDUCTIONS, &REDUCTION_IN_F32.to_ne_bytes())?;
+        let reductions = if split_k { REDUCTION_IN_F32 } else { NO_REDUCTION };
+        set(PREFERENCE_REDUCTIONS, &reductions.to_ne_bytes())?;
         for operand in 0..4 {
             set(
                 PREFERENCE_ALIGNMENT_A + operand,

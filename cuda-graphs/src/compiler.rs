@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use crate::arch::Arch;
@@ -90,6 +90,8 @@ pub struct Compiler {
     nvrtc: NvrtcHandle,
     cache: DiskCache,
     line_info: bool,
+    /// Microseconds spent so far, by all clones.
+    spent: Arc<AtomicU64>,
 }
 
 #[derive(Debug, Clone)]
@@ -131,6 +133,7 @@ impl Compiler {
             nvrtc,
             cache: DiskCache::new(&options.cache),
             line_info: options.line_info,
+            spent: Arc::default(),
         })
     }
 
@@ -147,6 +150,12 @@ impl Compiler {
     /// The folder compiled kernels are kept in, if any.
     pub fn cache_folder(&self) -> Option<&Path> {
         self.cache.folder()
+    }
+
+    /// Seconds that this compiler and its clones have spent so far on compiling, or on taking from the cache what was compiled
+    /// before.
+    pub fn seconds(&self) -> f64 {
+        self.spent.load(Ordering::Relaxed) as f64 / 1e6
     }
 
     /// Compiles one source for one architecture, or takes it from the cache.
@@ -207,6 +216,7 @@ impl Compiler {
             self.cache.store(&entry);
         }
         let ms = start.elapsed().as_secs_f64() * 1e3;
+        self.spent.fetch_add((ms * 1e3) as u64, Ordering::Relaxed);
         tracing::debug!(kernel = %spec.name, %arch, cached, ms, "compiled");
         Ok(Cubin {
             name: spec.name.to_string(),

@@ -50,7 +50,13 @@ impl Tuner<'_> {
         let named = dims.map(|dims| name::<T>(dims, with_residual));
         let small = Product::new(self.lt, [BLOCK, n, k], T::CODE, named[0].clone())?;
         let large = Product::new(self.lt, [MORE_ROWS, n, k], T::CODE, named[1].clone())?;
-        let found = small.heuristics(self.lt, self.handle, self.workspace.1, 2 * self.algorithms)?;
+        let found = small.heuristics(
+            self.lt,
+            self.handle,
+            self.workspace.1,
+            2 * self.algorithms,
+            self.split_k,
+        )?;
         let mut candidates: Vec<Algorithm> = found.iter().map(|found| found.algorithm).collect();
         let whole = candidates
             .iter()
@@ -126,7 +132,13 @@ impl Tuner<'_> {
             with_residual,
             w,
         )?;
-        let found = product.heuristics(self.lt, self.handle, self.workspace.1, self.algorithms)?;
+        let found = product.heuristics(
+            self.lt,
+            self.handle,
+            self.workspace.1,
+            self.algorithms,
+            self.split_k,
+        )?;
         let algorithms = found
             .iter()
             .filter_map(|found| found.algorithm.with_splits(self.lt, reference.splits));

@@ -91,6 +91,9 @@ pub struct MatmulOptions {
     pub workspace_bytes: usize,
     /// Algorithms to time per product, at least 1. With 1 the library's own guess is taken without timing.
     pub algorithms: usize,
+    /// Whether algorithms may split a product along k and add partial sums, which fills a device at few rows. Sums are
+    /// added in f32 either way, in another order.
+    pub split_k: bool,
     /// Where choices are kept.
     pub cache: CacheLocation,
     /// Keep only algorithms that give a row the same bits whatever the number of rows and wherever it stands: the bits of one
@@ -104,9 +107,28 @@ impl Default for MatmulOptions {
         Self {
             workspace_bytes: 32 << 20,
             algorithms: 16,
+            split_k: true,
             cache: CacheLocation::Usual,
             row_invariant: false,
         }
+    }
+}
+
+impl MatmulOptions {
+    /// What the choices' names end with.
+    fn class(&self) -> String {
+        let default = Self::default();
+        let mut class = String::new();
+        if self.algorithms != default.algorithms {
+            class += &format!(", of {}", self.algorithms);
+        }
+        if self.split_k != default.split_k {
+            class += ", not split";
+        }
+        if self.workspace_bytes != default.workspace_bytes {
+            class += &format!(", {} bytes", self.workspace_bytes);
+        }
+        class
     }
 }
 
@@ -187,6 +209,9 @@ pub struct Matmul {
     owner: Arc<DeviceBufferOwner>,
     algorithms: usize,
     row_invariant: bool,
+    split_k: bool,
+    /// Choices under other options than the default are kept apart.
+    class: String,
     file: ChoiceFile,
     state: Mutex<State>,
 }
@@ -229,6 +254,8 @@ impl Matmul {
             workspace,
             algorithms: options.algorithms.max(1),
             row_invariant: options.row_invariant,
+            split_k: options.split_k,
+            class: options.class(),
             state: Mutex::new(State {
                 plans: HashMap::new(),
                 references: HashMap::new(),
@@ -426,7 +453,7 @@ impl Matmul {
             m: row_class(m),
             ..key.dims
         };
-        let class_name = name::<T>(class, key.residual);
+        let class_name = name::<T>(class, key.residual) + &self.class;
         let product = Product::new(self.lt, [m, n, k], T::CODE, name::<T>(key.dims, key.residual))?;
         let workspace = self.workspace.len();
         let tuner = Tuner {
@@ -435,6 +462,7 @@ impl Matmul {
             stream: &self.stream,
             workspace: (self.workspace.ptr(), workspace),
             algorithms: self.algorithms,
+            split_k: self.split_k,
         };
         let asked = Asked {
             key,
@@ -613,6 +641,17 @@ mod tests {
         };
         assert_eq!(name::<bf16>(dims, false), "m16 n6144 k2560 bf16");
         assert_eq!(name::<f32>(dims, true), "m16 n6144 k2560 f32 + residual");
+    }
+
+    #[test]
+    fn choices_under_other_options_have_names_of_their_own() {
+        assert_eq!(MatmulOptions::default().class(), "");
+        let other = MatmulOptions {
+            algorithms: 1,
+            split_k: false,
+            ..MatmulOptions::default()
+        };
+        assert_eq!(other.class(), ", of 1, not split");
     }
 
     #[test]

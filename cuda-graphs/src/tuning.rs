@@ -23,12 +23,14 @@ pub(crate) struct Tuner<'a> {
     pub(crate) workspace: (u64, usize),
     /// How many algorithms to compare.
     pub(crate) algorithms: usize,
+    /// Whether products may be split along k.
+    pub(crate) split_k: bool,
 }
 
 impl Tuner<'_> {
     /// The library's own first guess for a product.
     pub(crate) fn guess(&self, product: &Product) -> Result<Choice> {
-        let found = product.heuristics(self.lt, self.handle, self.workspace.1, 1)?;
+        let found = product.heuristics(self.lt, self.handle, self.workspace.1, 1, self.split_k)?;
         let first = found.first().ok_or_else(|| unsupported("no algorithm"))?;
         Ok(Choice {
             algorithm: first.algorithm,
@@ -46,7 +48,13 @@ impl Tuner<'_> {
         w: DeviceSlice<'_, bf16>,
     ) -> Result<Choice> {
         let product_name = name::<T>(dims, with_residual);
-        let found = product.heuristics(self.lt, self.handle, self.workspace.1, self.algorithms)?;
+        let found = product.heuristics(
+            self.lt,
+            self.handle,
+            self.workspace.1,
+            self.algorithms,
+            self.split_k,
+        )?;
         let Some(first) = found.first() else {
             return Err(Error::Blas {
                 call: "cublasLtMatmulAlgoGetHeuristic",

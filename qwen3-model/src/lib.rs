@@ -15,6 +15,7 @@ mod four_bit;
 pub mod fuzzing;
 mod generation_config;
 mod json;
+mod kernel_options;
 // Kernels by themselves: for the tests and the backend, no part of the interface.
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
@@ -33,11 +34,13 @@ mod weights;
 
 pub use adapters::{AdapterReport, MergeMode, PristineCopy, PristineWeights, modules, random_adapter};
 pub use backend::{Backend, Norm, walk};
+pub use block_mask::{DecodeKernelOptions, KernelOptionsError, PrefillKernel, PrefillKernelOptions};
 pub use config::Qwen3Config;
 pub use cpu::{CpuBackend, LoadOptions};
 pub use error::{Error, Result};
 pub use four_bit::{QuantType, QuantizeOptions, QuantizeReport, QuantizedMatrix, quantize_folder};
 pub use generation_config::GenerationConfig;
+pub use kernel_options::{KERNEL_OPTIONS_VARIABLE, KernelOptions, MatrixKernelOptions};
 pub use model::Model;
 pub use projection::{FusedMatrix, Projection};
 pub use rope::{RopeConfig, RopeFrequencies, RopeScaling};

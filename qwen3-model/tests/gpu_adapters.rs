@@ -79,6 +79,7 @@ fn options() -> CudaOptions {
         max_seq_length: 256,
         n_pages: 65,
         page_size: 16,
+        ..CudaOptions::default()
     }
 }
 

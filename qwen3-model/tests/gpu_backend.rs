@@ -110,6 +110,7 @@ fn options(max_batch_size: usize, page_size: usize) -> CudaOptions {
         max_seq_length: 512,
         n_pages: 1 + max_batch_size * 512 / page_size,
         page_size,
+        ..CudaOptions::default()
     }
 }
 

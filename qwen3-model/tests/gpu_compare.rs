@@ -34,6 +34,7 @@ fn score_the_sequences_of_a_file() {
         max_seq_length: 2048,
         n_pages: 65,
         page_size: 64,
+        ..CudaOptions::default()
     };
     let source = WeightSource::Given(&weights);
     let backend = CudaBackend::new(&gpu.device, &gpu.compiler, config.clone(), source, options).unwrap();

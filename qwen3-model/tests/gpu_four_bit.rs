@@ -143,6 +143,7 @@ fn options() -> CudaOptions {
         max_seq_length: 512,
         n_pages: 65,
         page_size: 16,
+        ..CudaOptions::default()
     }
 }
 
@@ -262,6 +263,7 @@ fn decode_steps_at_the_shape_of_qwen3_4b() {
         max_seq_length: 512,
         n_pages: 64 * 8 + 1,
         page_size: 64,
+        ..CudaOptions::default()
     };
     let adapter = [ActiveAdapter::new(random_adapter(&config, 32, 1).unwrap())];
     for (what, source, adapters) in [

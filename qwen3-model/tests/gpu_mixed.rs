@@ -89,6 +89,7 @@ impl Rig {
             max_seq_length: 512,
             n_pages: 1 + 24 * 512 / page_size,
             page_size,
+            ..CudaOptions::default()
         };
         let source = WeightSource::Given(&weights);
         let mut backend = CudaBackend::new(&gpu.device, &gpu.compiler, config, source, options).unwrap();
@@ -479,6 +480,7 @@ fn decode_rows_cost_less_beside_prompts_than_after_them() {
         max_seq_length: 512,
         n_pages: 1 + 80 * 8,
         page_size: 64,
+        ..CudaOptions::default()
     };
     let source = WeightSource::Random(1);
     let config = Qwen3Config::qwen3_4b();

@@ -183,6 +183,7 @@ fn options() -> CudaOptions {
         max_seq_length: 256,
         n_pages: 257,
         page_size: 16,
+        ..CudaOptions::default()
     }
 }
 

@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use paged_kv::KvDtype;
-use qwen3_model::{GenerationConfig, MergeMode, PristineCopy, Qwen3Config};
+use qwen3_model::{GenerationConfig, KernelOptions, MergeMode, PristineCopy, Qwen3Config};
 
 use crate::adapters::{AdapterSet, AdapterSource, PolicyUpdate};
 use crate::device::{self, DeviceChoice, OpenedDevice};
 use crate::engine::Engine;
 use crate::pool::PoolSettings;
 use crate::text::TextPipeline;
+use crate::tuned::TunedChoice;
 use crate::{Error, bundled};
 
 /// Settings of an engine. All have defaults; without a model folder the bundled model is used.
@@ -41,7 +42,7 @@ pub struct EngineBuilder {
 }
 
 /// What a device needs to know besides the model folder.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct RunnerSettings {
     pub(crate) pool: PoolSettings,
     pub(crate) kv_dtype: Option<KvDtype>,
@@ -49,6 +50,10 @@ pub(crate) struct RunnerSettings {
     pub(crate) eager: bool,
     /// On a GPU, where pristine copies of adapted weights live.
     pub(crate) pristine: PristineCopy,
+    /// On a GPU, options of its kernels.
+    pub(crate) kernels: KernelOptions,
+    /// Which profile fills in what is left open.
+    pub(crate) tuned: TunedChoice,
     /// Results do not depend on the batch.
     pub(crate) batch_invariant: bool,
     /// Weights in 4 bits become bf16 ones when they are loaded.
@@ -153,6 +158,22 @@ impl EngineBuilder {
     #[must_use]
     pub fn capture_graphs(mut self, on: bool) -> Self {
         self.settings.eager = !on;
+        self
+    }
+
+    /// Options of the kernels of a GPU. They change speed, and the order of sums. Default: what is best on the device as
+    /// far as we know. Without effect on a CPU.
+    #[must_use]
+    pub fn kernel_options(mut self, kernels: KernelOptions) -> Self {
+        self.settings.kernels = kernels;
+        self
+    }
+
+    /// Which profile fills in sizes and kernel options that are not set. Default: that of the device and the model's
+    /// shape, if `rollout tune` has written one or there is one built in.
+    #[must_use]
+    pub fn tuned_profile(mut self, choice: TunedChoice) -> Self {
+        self.settings.tuned = choice;
         self
     }
 

@@ -7,6 +7,7 @@ mod generate;
 mod input;
 mod inspect;
 mod interrupt;
+mod kernel_args;
 mod metrics;
 mod output;
 mod plot;
@@ -17,6 +18,8 @@ mod sampling;
 mod serve;
 mod telemetry;
 mod trace;
+#[cfg(feature = "cuda")]
+mod tune;
 mod verify_no_drift;
 
 use std::ffi::OsString;
@@ -130,6 +133,8 @@ fn run_command(cli: &args::Cli) -> Result<(), CliError> {
         args::Command::Generate(args) => generate::run(args),
         #[cfg(feature = "cuda")]
         args::Command::Bench(args) => bench::run(args),
+        #[cfg(feature = "cuda")]
+        args::Command::Tune(args) => tune::run(args),
         #[cfg(feature = "serve")]
         args::Command::Serve(args) => serve::run(args),
         args::Command::VerifyNoDrift(args) => verify_no_drift::run(args),

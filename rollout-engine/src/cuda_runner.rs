@@ -14,12 +14,13 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use cuda_graphs::{Compiler, Device};
+use cuda_graphs::{Compiler, Device, DeviceInfo};
 use lora_merge::{ActiveAdapter, PolicyVersion};
 use paged_kv::{KvDtype, KvLayout, PageTable};
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, Pending, WeightSource};
 use qwen3_model::{
-    Backend, LogitRows, MergeMode, PristineCopy, Qwen3Config, SequenceChunk, StepBatch, StepPlanner,
+    Backend, KernelOptions, LogitRows, MergeMode, PristineCopy, Qwen3Config, SequenceChunk, StepBatch,
+    StepPlanner,
 };
 
 use crate::Error;
@@ -64,6 +65,8 @@ pub struct CudaSettings {
     /// Whether the bits of a sequence must not depend on the other sequences, the bucket, chunks or preemption; prompts are
     /// then never read once for all.
     pub batch_invariant: bool,
+    /// Options of the kernels.
+    pub kernels: KernelOptions,
 }
 
 impl Default for CudaSettings {
@@ -75,6 +78,7 @@ impl Default for CudaSettings {
             mixed_steps: true,
             share_reads: true,
             batch_invariant: false,
+            kernels: KernelOptions::default(),
         }
     }
 }
@@ -86,6 +90,8 @@ pub struct CudaStart {
     pub open_s: f64,
     /// Kernels compiled or loaded, weights uploaded or drawn, buffers taken.
     pub load_s: f64,
+    /// Of `load_s`, what the compiler took: little where its cache has the kernels.
+    pub compile_s: f64,
     /// Algorithms of matrix products chosen and graphs captured.
     pub capture_s: f64,
     /// Graphs captured.
@@ -133,8 +139,16 @@ impl CudaRunner {
     /// # Errors
     /// [`Error::DeviceUnavailable`], with what to do.
     pub fn check_device(ordinal: usize) -> Result<(), Error> {
-        let checked = Device::open(ordinal).and_then(|_| Compiler::new());
-        checked.map(drop).map_err(|error| unavailable(ordinal, error))
+        Self::device_info(ordinal).map(drop)
+    }
+
+    /// What the GPU is, if it can be opened and kernels can be compiled for it.
+    ///
+    /// # Errors
+    /// [`Error::DeviceUnavailable`], with what to do.
+    pub fn device_info(ordinal: usize) -> Result<DeviceInfo, Error> {
+        let checked = Device::open(ordinal).and_then(|device| Compiler::new().map(|_| device.info().clone()));
+        checked.map_err(|error| unavailable(ordinal, error))
     }
 
     /// A runner with these weights. Opens the device, loads the model, and captures the decode graphs.
@@ -182,12 +196,25 @@ impl CudaRunner {
             max_seq_length: shape.max_seq_length,
             n_pages: shape.n_pages,
             page_size: shape.page_size,
+            kernels: settings.kernels,
         };
         let mut backend =
             CudaBackend::new(&device, &compiler, config.clone(), weights, options).map_err(|error| {
                 match error {
                     qwen3_model::Error::Cuda(error @ cuda_graphs::Error::MissingLibrary { .. }) => {
                         unavailable(error)
+                    }
+                    qwen3_model::Error::Option { option, problem } if option.ends_with("_kernel_options") => {
+                        let of = &settings.kernels;
+                        Error::InvalidSetting {
+                            setting: option,
+                            value: match option {
+                                "decode_kernel_options" => of.decode.to_string(),
+                                "prefill_kernel_options" => of.prefill.to_string(),
+                                _ => of.matrix.to_string(),
+                            },
+                            advice: problem,
+                        }
                     }
                     other => Error::Model(other),
                 }
@@ -212,6 +239,7 @@ impl CudaRunner {
             start: CudaStart {
                 open_s,
                 load_s,
+                compile_s: compiler.seconds(),
                 ..CudaStart::default()
             },
             free_at_start: free,

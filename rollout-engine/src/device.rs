@@ -11,6 +11,7 @@ use crate::builder::RunnerSettings;
 use crate::model_runner::ModelRunner;
 use crate::pool::PoolLimits;
 use crate::runner::{Runner, RunnerMemory};
+use crate::tuned::{self, ModelShape, TunedProfile};
 
 /// The device that a user asks for: `auto`, `cpu`, `cuda` (the first GPU) or `cuda:N`.
 ///
@@ -113,6 +114,13 @@ pub(crate) fn open(
 
 fn open_cpu(model_dir: &Path, config: &Qwen3Config, settings: &RunnerSettings) -> Result<Opened, Error> {
     let kv_dtype = settings.kv_dtype.unwrap_or(KvDtype::F32);
+    let weights = open_weights(model_dir, config, settings)?;
+    let quantized = weights.is_quantized();
+    let (mut pool, mut kernels) = (settings.pool, settings.kernels);
+    let model = ModelShape::of(config, quantized);
+    if let Some(profile) = TunedProfile::find(&settings.tuned, &tuned::cpu_name(), &model)? {
+        profile.apply(&mut pool, &mut kernels);
+    }
     let layout = KvLayout {
         n_layers: config.n_layers,
         kv_heads: config.n_kv_heads,
@@ -121,16 +129,12 @@ fn open_cpu(model_dir: &Path, config: &Qwen3Config, settings: &RunnerSettings) -
         page_size: 1,
         dtype: kv_dtype,
     };
-    let shape = settings
-        .pool
-        .resolve(config, &PoolLimits::of_this_machine(layout.bytes_per_token()?))?;
+    let shape = pool.resolve(config, &PoolLimits::of_this_machine(layout.bytes_per_token()?))?;
     let mut options = LoadOptions::default();
     options.kv_dtype = kv_dtype;
     options.n_pages = shape.n_pages;
     options.page_size = shape.page_size;
     options.max_tokens = shape.max_prefill_tokens + shape.max_batch_size;
-    let weights = open_weights(model_dir, config, settings)?;
-    let quantized = weights.is_quantized();
     let backend = CpuBackend::new(config.clone(), weights, &options)?;
     let memory = RunnerMemory {
         weight_bytes: backend.weights().bytes(),
@@ -153,7 +157,7 @@ fn open_cuda(
     use qwen3_model::cuda::WeightSource;
 
     // Before the weights are read: without a GPU nothing of them is needed here.
-    CudaRunner::check_device(ordinal)?;
+    let info = CudaRunner::device_info(ordinal)?;
     if let Some(dtype @ KvDtype::F32) = settings.kv_dtype {
         return Err(Error::InvalidSetting {
             setting: "kv_dtype",
@@ -162,14 +166,20 @@ fn open_cuda(
         });
     }
     let weights = open_weights(model_dir, config, settings)?;
+    let (mut pool, mut kernels) = (settings.pool, settings.kernels);
+    let model = ModelShape::of(config, weights.is_quantized());
+    if let Some(profile) = TunedProfile::find(&settings.tuned, &tuned::gpu_name(&info), &model)? {
+        profile.apply(&mut pool, &mut kernels);
+    }
     let cuda = CudaSettings {
         ordinal,
         capture: !settings.eager,
         pristine: settings.pristine,
+        kernels,
         batch_invariant: settings.batch_invariant,
         ..CudaSettings::default()
     };
-    let runner = CudaRunner::open(config, WeightSource::Given(&weights), &settings.pool, &cuda)?;
+    let runner = CudaRunner::open(config, WeightSource::Given(&weights), &pool, &cuda)?;
     Ok((Box::new(runner), weights.is_quantized()))
 }
 

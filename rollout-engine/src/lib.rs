@@ -26,6 +26,7 @@ pub mod scheduler;
 pub mod serve;
 mod statistics;
 pub mod text;
+mod tuned;
 
 pub use adapters::{AdapterSource, NamedPolicy, PolicySpan, PolicyUpdate};
 pub use builder::{BuiltEngine, EngineBuilder};
@@ -40,8 +41,9 @@ pub use groups::{FinishedGroup, Group, GroupStream, group_advantages};
 pub use lora_merge::PolicyVersion;
 pub use model_runner::ModelRunner;
 pub use pool::PoolSettings;
-pub use qwen3_model::{MergeMode, PristineCopy};
+pub use qwen3_model::{KernelOptions, MergeMode, PristineCopy};
 pub use request::{ChatPrompt, Prompt, Request, SamplingParams};
 pub use runner::{Runner, RunnerShape, Sampling, TokenLogprob};
 pub use scheduler::Scheduler;
 pub use statistics::Statistics;
+pub use tuned::{ModelShape, PROFILES_VARIABLE, TunedBy, TunedChoice, TunedOptions, TunedProfile};

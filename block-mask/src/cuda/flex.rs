@@ -32,8 +32,17 @@ pub struct DeviceBlockMask {
     q_rows: usize,
     /// Every query has an allowed key in its first block, and blocks are visited whole.
     rows_safe_up_to: usize,
+    /// In every list the full blocks follow each other in the sequence and in memory, and so do the partial ones.
+    contiguous: bool,
     /// What the kernel's function is held against.
     function: CudaSource,
+}
+
+/// Whether each entry is the page and the logical block after those of the entry before.
+fn follow_each_other(entries: &[[i32; 2]]) -> bool {
+    entries
+        .windows(2)
+        .all(|pair| pair[1][0] == pair[0][0] + 1 && pair[1][1] == pair[0][1] + 1)
 }
 
 impl DeviceBlockMask {
@@ -52,7 +61,7 @@ impl DeviceBlockMask {
         };
         int("blocks of a mask", mask.n_blocks())?;
         let (mut lists, mut entries, mut spans) = (Vec::new(), Vec::new(), Vec::new());
-        let mut all_start_full = true;
+        let (mut all_start_full, mut contiguous) = (true, true);
         for b in 0..shape.batch {
             let span = mask.queries(b).unwrap_or(crate::QuerySpan {
                 row: 0,
@@ -76,6 +85,8 @@ impl DeviceBlockMask {
                     let full = entries.len() - first;
                     entries.extend(listed(false));
                     let partial = entries.len() - first - full;
+                    contiguous &= follow_each_other(&entries[first..first + full])
+                        && follow_each_other(&entries[first + full..]);
                     all_start_full &= full > 0 || r * shape.block_q >= span.len;
                     lists.push([first as i32, full as i32, partial as i32, 0]);
                 }
@@ -99,6 +110,7 @@ impl DeviceBlockMask {
             packed: mask.is_packed(),
             q_rows: mask.query_rows(),
             rows_safe_up_to,
+            contiguous,
             function: mask.mask_mod().to_cuda(),
         })
     }
@@ -287,7 +299,7 @@ impl FlexAttention {
     ///
     /// # Errors
     /// [`CudaError::OptionRefused`] when the kernel was made for rows that are guaranteed safe and `mask` is not known to
-    /// have them; [`CudaError::OtherFunction`] when the mask's function, or what it captured, is not the one that the
+    /// have them, or for contiguous blocks and `mask` has others; [`CudaError::OtherFunction`] when the mask's function, or what it captured, is not the one that the
     /// kernel was made for; [`CudaError::Mask`] when the mask's pages are not the cache's; [`CudaError::Mismatch`],
     /// [`CudaError::Misaligned`], [`CudaError::Cuda`]. Panics: none.
     pub fn run(&self, stream: &Stream, mask: &DeviceBlockMask, args: &FlexArgs<'_>) -> Result<(), CudaError> {
@@ -318,6 +330,13 @@ impl FlexAttention {
             let why = "a row of this mask may see no key of its first block".to_owned();
             return Err(CudaError::OptionRefused {
                 option: "rows_guaranteed_safe",
+                why,
+            });
+        }
+        if self.options.blocks_are_contiguous && !mask.contiguous {
+            let why = "blocks of this mask do not follow each other in memory".to_owned();
+            return Err(CudaError::OptionRefused {
+                option: "blocks_are_contiguous",
                 why,
             });
         }

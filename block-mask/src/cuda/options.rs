@@ -3,6 +3,7 @@
 use cuda_graphs::DeviceInfo;
 
 use super::{AttentionShape, CudaError, Functions};
+use crate::{DecodeKernelOptions, PrefillKernel, PrefillKernelOptions};
 
 /// Options of [`DecodeAttention`](super::DecodeAttention). They change speed; `split`, `max_splits` and `shared_prefix` also
 /// decide where a row is cut, and so the order of its sum, but not how exact it is.
@@ -128,6 +129,24 @@ impl DecodeOptions {
         self.warps * 16 / shape.group()
     }
 
+    /// These with what a user gives.
+    ///
+    /// # Errors
+    /// [`CudaError::OptionRefused`] for contiguous blocks; the rest is checked when the kernel is made. Panics: none.
+    pub fn with(self, given: &DecodeKernelOptions) -> Result<DecodeOptions, CudaError> {
+        refuse_contiguous(given.blocks_are_contiguous)?;
+        Ok(DecodeOptions {
+            warps: given.warps.unwrap_or(self.warps),
+            stages: given.stages.unwrap_or(self.stages),
+            blocks_per_multiprocessor: given
+                .blocks_per_multiprocessor
+                .unwrap_or(self.blocks_per_multiprocessor),
+            split: given.split_kv.or(self.split),
+            max_splits: given.max_splits.unwrap_or(self.max_splits),
+            ..self
+        })
+    }
+
     pub(crate) fn check(&self) -> Result<(), CudaError> {
         let refuse = |option, why: &str| {
             Err(CudaError::OptionRefused {
@@ -192,6 +211,18 @@ const MOST_SPLITS: usize = 256;
 /// A prefix worth the sums that sharing adds.
 const SHARED_PREFIX: usize = 128;
 
+/// In a cache that is paged by a table, which changes while sequences grow, nothing can be said of the pages ahead.
+pub(super) fn refuse_contiguous(asked: Option<bool>) -> Result<(), CudaError> {
+    match asked {
+        Some(true) => Err(CudaError::OptionRefused {
+            option: "blocks_are_contiguous",
+            why: "pages of sequences that grow in turns are not; FlexAttention takes it for masks that are checked"
+                .to_owned(),
+        }),
+        _ => Ok(()),
+    }
+}
+
 /// Of the splits that are chosen by the number of rows.
 const SMALLEST_SPLIT: usize = 128;
 
@@ -232,6 +263,9 @@ pub struct TileOptions {
     /// [`PrefillAttention`](super::PrefillAttention) on compute capability 9.0 alone; needs 128 query rows, 64 or 128
     /// keys, 8 warps, 2 stages and one block a multiprocessor.
     pub warpgroup_products: bool,
+    /// Step through memory instead of the mask's lists. [`FlexAttention`](super::FlexAttention) alone, which then refuses
+    /// masks whose blocks do not follow each other in the sequence and in memory.
+    pub blocks_are_contiguous: bool,
 }
 
 impl Default for TileOptions {
@@ -245,6 +279,7 @@ impl Default for TileOptions {
             prescale_qk: false,
             rows_guaranteed_safe: false,
             warpgroup_products: false,
+            blocks_are_contiguous: false,
         }
     }
 }
@@ -270,7 +305,46 @@ impl TileOptions {
             prescale_qk: false,
             rows_guaranteed_safe: false,
             warpgroup_products: true,
+            blocks_are_contiguous: false,
         }
+    }
+
+    /// Options for [`PrefillAttention`](super::PrefillAttention): the device's best, or those of the kernel that is
+    /// forced, with what a user gives.
+    ///
+    /// # Errors
+    /// [`CudaError::OptionRefused`] for options that contradict each other and for contiguous blocks; the rest is checked
+    /// when the kernel is made. Panics: none.
+    pub fn for_prefill(info: &DeviceInfo, given: &PrefillKernelOptions) -> Result<TileOptions, CudaError> {
+        refuse_contiguous(given.blocks_are_contiguous)?;
+        let by_tma = given.use_tma.map(|tma| match tma {
+            true => PrefillKernel::Wgmma,
+            false => PrefillKernel::Mma,
+        });
+        let base = match (given.kernel, by_tma) {
+            (Some(kernel), Some(other)) if kernel != other => {
+                return Err(CudaError::OptionRefused {
+                    option: "use_tma",
+                    why: "the kernel wgmma brings keys by the tensor memory accelerator, mma does not"
+                        .to_owned(),
+                });
+            }
+            (Some(PrefillKernel::Mma), _) | (None, Some(PrefillKernel::Mma)) => TileOptions::default(),
+            (Some(PrefillKernel::Wgmma), _) | (None, Some(PrefillKernel::Wgmma)) => TileOptions::warpgroups(),
+            (None, None) => TileOptions::for_device(info),
+        };
+        Ok(TileOptions {
+            block_m: given.block_m.unwrap_or(base.block_m),
+            block_n: given.block_n.unwrap_or(base.block_n),
+            warps: given.warps.unwrap_or(base.warps),
+            stages: given.stages.unwrap_or(base.stages),
+            blocks_per_multiprocessor: given
+                .blocks_per_multiprocessor
+                .unwrap_or(base.blocks_per_multiprocessor),
+            prescale_qk: given.prescale_qk.unwrap_or(base.prescale_qk),
+            rows_guaranteed_safe: given.rows_guaranteed_safe.unwrap_or(base.rows_guaranteed_safe),
+            ..base
+        })
     }
 
     pub(crate) fn check(&self, shape: &AttentionShape, scale: f32) -> Result<(), CudaError> {
@@ -595,5 +669,57 @@ mod tests {
             options.check(),
             Err(CudaError::OptionRefused { option: "split", .. })
         ));
+    }
+
+    #[test]
+    fn given_options_replace_the_devices_and_contradictions_are_refused() {
+        let mut info = device(227 << 10, 228 << 10);
+        info.compute_capability = (9, 0);
+        let decode = |text: &str| DecodeOptions::of(4, 3, 2).with(&text.parse().unwrap());
+        let options = decode("{\"warps\": 2, \"split_kv\": 64, \"max_splits\": 8}").unwrap();
+        let expected = DecodeOptions {
+            warps: 2,
+            split: Some(64),
+            max_splits: 8,
+            ..DecodeOptions::of(4, 3, 2)
+        };
+        assert_eq!(options, expected);
+        let prefill = |text: &str| TileOptions::for_prefill(&info, &text.parse().unwrap());
+        assert_eq!(prefill("{}").unwrap(), TileOptions::warpgroups());
+        for (text, expected) in [
+            ("{\"kernel\": \"mma\"}", TileOptions::default()),
+            ("{\"USE_TMA\": false}", TileOptions::default()),
+            (
+                "{\"use_tma\": true, \"kernel\": \"wgmma\"}",
+                TileOptions::warpgroups(),
+            ),
+        ] {
+            assert_eq!(prefill(text).unwrap(), expected, "{text}");
+        }
+        let narrow = prefill("{\"kernel\": \"mma\", \"BLOCK_M\": 64, \"num_stages\": 2}").unwrap();
+        assert_eq!(
+            (narrow.block_m, narrow.stages, narrow.warpgroup_products),
+            (64, 2, false)
+        );
+        for (refused, name) in [
+            (
+                prefill("{\"kernel\": \"mma\", \"use_tma\": true}").map(drop),
+                "use_tma",
+            ),
+            (
+                prefill("{\"BLOCKS_ARE_CONTIGUOUS\": true}").map(drop),
+                "blocks_are_contiguous",
+            ),
+            (
+                decode("{\"blocks_are_contiguous\": true}").map(drop),
+                "blocks_are_contiguous",
+            ),
+        ] {
+            match refused {
+                Err(CudaError::OptionRefused { option, .. }) => assert_eq!(option, name),
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+        assert!(decode("{\"blocks_are_contiguous\": false}").is_ok());
     }
 }

@@ -4,6 +4,7 @@ use cuda_graphs::{Compiler, Device, DeviceBuffer, DeviceSlice, Event, Kernel, Pi
 use half::bf16;
 use paged_kv::Slot;
 
+use super::options::refuse_contiguous;
 use super::prefill_tiles::Tiling;
 use super::shape::check_scale;
 use super::specs::{counting_prefill_spec, prefill_spec};
@@ -196,6 +197,7 @@ impl PrefillAttention {
         options.check(&shape, scale)?;
         options.check_device(device.info())?;
         options.check_rows_safe(&functions, window)?;
+        refuse_contiguous(Some(options.blocks_are_contiguous))?;
         // Token 0 is in the first block and visible to every row: nothing is lost by leaving the guards out.
         if !functions.has_mask() && !functions.has_score() && window.is_none() {
             options.rows_guaranteed_safe = true;

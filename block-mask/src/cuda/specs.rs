@@ -85,7 +85,13 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
             };
             specs.push(prefill_spec(head_dim, &options, &none));
         }
-        specs.push(flex_spec(head_dim, &TileOptions::default(), &none));
+        for blocks_are_contiguous in [false, true] {
+            let options = TileOptions {
+                blocks_are_contiguous,
+                ..TileOptions::default()
+            };
+            specs.push(flex_spec(head_dim, &options, &none));
+        }
         let functions = sample_functions();
         let options = TileOptions {
             block_m: 64,
@@ -199,8 +205,13 @@ fn tile_spec(
     } = *options;
     let safe = if options.rows_guaranteed_safe { " safe" } else { "" };
     let prescale = if options.prescale_qk { " prescaled" } else { "" };
+    let contiguous = if options.blocks_are_contiguous {
+        " contiguous"
+    } else {
+        ""
+    };
     let name = format!(
-        "{kernel}<{head_dim}> {block_m}x{block_n} {warps} warps {stages} stages {blocks} blocks{safe}{prescale}"
+        "{kernel}<{head_dim}> {block_m}x{block_n} {warps} warps {stages} stages {blocks} blocks{safe}{prescale}{contiguous}"
     );
     // 32 rows of 128 elements a warp take every register; a few words spilled outside the loop cost nothing. What the user's
     // functions need comes on top.
@@ -219,6 +230,7 @@ fn tile_spec(
         .define("BLOCKS_PER_SM", blocks)
         .define("ROWS_SAFE", u8::from(options.rows_guaranteed_safe))
         .define("PRESCALE", u8::from(options.prescale_qk))
+        .define("CONTIGUOUS", u8::from(options.blocks_are_contiguous))
         .entry(kernel, limits)
 }
 

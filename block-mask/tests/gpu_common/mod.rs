@@ -171,8 +171,27 @@ impl Sequences {
         for (slot, &len) in slots.iter().zip(&self.lens) {
             table.advance(*slot, len).unwrap();
         }
+        self.store(gpu, table, slots)
+    }
+
+    /// One sequence after the other, in neighbouring pages.
+    #[allow(dead_code, reason = "for masks alone")]
+    pub(crate) fn place_in_order(&self, gpu: &Gpu) -> Placed {
+        let mut table = PageTable::new(self.config()).unwrap();
+        let place = |&len: &usize| {
+            let slot = table.allocate_slot().unwrap();
+            let _ = table.reserve(slot, len).unwrap();
+            table.advance(slot, len).unwrap();
+            slot
+        };
+        let slots = self.lens.iter().map(place).collect();
+        self.store(gpu, table, slots)
+    }
+
+    /// Keys and values where the table says; all else is NaN.
+    fn store(&self, gpu: &Gpu, table: PageTable, slots: Vec<Slot>) -> Placed {
         table.check_integrity().unwrap();
-        let positions = config.n_pages * self.page_size;
+        let positions = table.n_pages() * self.page_size;
         let scatter = |of: &[Vec<bf16>]| {
             let mut out = vec![bf16::NAN; self.kv_heads * positions * self.head_dim];
             for (i, values) in of.iter().enumerate() {

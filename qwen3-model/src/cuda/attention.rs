@@ -8,14 +8,25 @@
 //! Where nothing may depend on the batch, both kinds go through one kernel in one form, whose work list is made on the device.
 
 use block_mask::cuda::{
-    AttentionShape, DecodeArgs, DecodeAttention, DecodeLimits, DecodeOptions, Functions, PrefillArgs,
-    PrefillAttention, PrefillChunk, PrefillLimits, TileOptions,
+    AttentionShape, CudaError, DecodeArgs, DecodeAttention, DecodeLimits, DecodeOptions, Functions,
+    PrefillArgs, PrefillAttention, PrefillChunk, PrefillLimits, TileOptions,
 };
 use cuda_graphs::{Compiler, DeviceSlice, Stream};
 use half::bf16;
 
 use super::CudaOptions;
-use crate::{Qwen3Config, Result, StepPlan};
+use crate::{Error, Qwen3Config, Result, StepPlan};
+
+/// Refused kernel options, under the name that a user gave them by.
+fn refused(options: &'static str) -> impl Fn(CudaError) -> Error {
+    move |error| match error {
+        CudaError::OptionRefused { option, why } => Error::Option {
+            option: options,
+            problem: format!("{option} is refused: {why}"),
+        },
+        error => error.into(),
+    }
+}
 
 /// One layer's operands.
 #[derive(Debug, Clone, Copy)]
@@ -92,7 +103,9 @@ impl Attention {
             n_slots,
             max_pages_per_slot,
         };
-        let how = DecodeOptions::for_device(device.info(), &shape);
+        let how = DecodeOptions::for_device(device.info(), &shape)
+            .with(&options.kernels.decode)
+            .map_err(refused("decode_kernel_options"))?;
         let decode = DecodeAttention::new(
             device,
             compiler,
@@ -102,7 +115,8 @@ impl Attention {
             None,
             Functions::none(),
             how,
-        )?;
+        )
+        .map_err(refused("decode_kernel_options"))?;
         let limits = PrefillLimits {
             max_tokens: options.max_tokens,
             // A slot occurs once in a step.
@@ -110,7 +124,8 @@ impl Attention {
             n_slots,
             max_pages_per_slot,
         };
-        let how = TileOptions::for_device(device.info());
+        let how = TileOptions::for_prefill(device.info(), &options.kernels.prefill)
+            .map_err(refused("prefill_kernel_options"))?;
         let prefill = PrefillAttention::new(
             device,
             compiler,
@@ -120,7 +135,8 @@ impl Attention {
             None,
             Functions::none(),
             how,
-        )?;
+        )
+        .map_err(refused("prefill_kernel_options"))?;
         Ok(Self {
             decode,
             prefill,
@@ -163,6 +179,10 @@ impl Attention {
         let attention = DecodeAttention::new(device, compiler, shape, limits, None, None, none, how)?;
         self.one_form = Some(OneForm { attention, max_rows });
         Ok(())
+    }
+
+    pub(crate) fn options(&self) -> (&DecodeOptions, &TileOptions) {
+        (self.decode.options(), self.prefill.options())
     }
 
     /// Sends the tiles of a packed step, but for its last `continued` chunks.

@@ -57,7 +57,12 @@ impl CudaBackend {
             && self.four_bit.is_none()
             && self.unmerged.is_none()
             && !self.weights.has_biases()
-            && matches!(self.rows, Rows::Decode { bucket } if bucket <= MAX_ROWS)
+            && matches!(self.rows, Rows::Decode { bucket } if bucket <= self.layer_kernel_rows())
+    }
+
+    /// The largest bucket that goes through the kernel.
+    fn layer_kernel_rows(&self) -> usize {
+        self.options.kernels.matrix.layer_kernel_rows.unwrap_or(MAX_ROWS)
     }
 
     /// From the first layer's normed input to the logits.

@@ -35,15 +35,17 @@ mod operations;
 mod profile;
 mod results;
 mod staging;
+mod trace;
 mod unmerged;
 mod verify;
 mod weights;
 mod wide;
 mod workspace;
 
+use block_mask::cuda::{DecodeOptions, TileOptions};
 use cuda_graphs::{
     BucketSet, CaptureOptions, CaptureReport, Compiler, Device, DeviceBuffer, DeviceSlice, GraphCache,
-    Matmul, Stream, row_classes,
+    Matmul, MatmulOptions, Stream, row_classes,
 };
 use half::bf16;
 use paged_kv::cuda::{CudaKvCache, PageTableMirror};
@@ -52,11 +54,13 @@ use paged_kv::{KvDtype, KvLayout, PageTable, PageTableConfig};
 pub use inputs::DecodeRow;
 pub use profile::{Stage, StageTime};
 pub use results::{Pending, SampledToken};
+pub use trace::DecodeSpan;
 
-use crate::launch::{FourBitKernels, Kernels};
+use crate::launch::{FourBitKernels, Kernels, MAX_ROWS};
 use crate::sampling::{Sampling, TokenState};
 use crate::{
-    Backend, Error, FusedMatrix, Projection, QuantType, Qwen3Config, Result, StepPlan, Weights, walk,
+    Backend, Error, FusedMatrix, KERNEL_OPTIONS_VARIABLE, KernelOptions, MatrixKernelOptions, Projection,
+    QuantType, Qwen3Config, Result, StepPlan, Weights, walk,
 };
 use adapters::Adapters;
 use attention::Attention;
@@ -65,6 +69,7 @@ use four_bit::FourBit;
 use inputs::{DecodeInputs, PackedInputs, Sampled, SampledBy};
 use results::Results;
 use staging::Staging;
+use trace::DecodeTrace;
 use unmerged::UnmergedAdapters;
 use weights::{DeviceWeights, projection_rows};
 use wide::Wide;
@@ -91,6 +96,8 @@ pub struct CudaOptions {
     pub n_pages: usize,
     /// Tokens in a page: 16, 32, 64, 128 or 256.
     pub page_size: usize,
+    /// Options of the kernels, after them those of [`KERNEL_OPTIONS_VARIABLE`](crate::KERNEL_OPTIONS_VARIABLE).
+    pub kernels: KernelOptions,
 }
 
 impl Default for CudaOptions {
@@ -101,6 +108,7 @@ impl Default for CudaOptions {
             max_seq_length: 4096,
             n_pages: 1025,
             page_size: 64,
+            kernels: KernelOptions::default(),
         }
     }
 }
@@ -143,6 +151,21 @@ impl CudaOptions {
                 format!("is {}; on CUDA it is 16, 32, 64, 128 or 256", self.page_size),
             );
         }
+        let matrix = &self.kernels.matrix;
+        if let Some(algorithms) = matrix.algorithms.filter(|n| !(1..=64).contains(n)) {
+            return refuse(
+                MATRIX_OPTIONS,
+                format!("algorithms is {algorithms}: 1 to 64 are possible"),
+            );
+        }
+        if let Some(rows) = matrix.layer_kernel_rows.filter(|&rows| rows > MAX_ROWS) {
+            return refuse(
+                MATRIX_OPTIONS,
+                format!(
+                    "layer_kernel_rows is {rows}: the kernel takes at most {MAX_ROWS}, and 0 does without it"
+                ),
+            );
+        }
         if self.n_pages < 2 {
             return refuse(
                 "n_pages",
@@ -150,6 +173,18 @@ impl CudaOptions {
             );
         }
         Ok(())
+    }
+}
+
+/// What the kinds of kernel options are called in errors.
+const MATRIX_OPTIONS: &str = "matrix_kernel_options";
+
+fn matmul_options(given: &MatrixKernelOptions) -> MatmulOptions {
+    let default = MatmulOptions::default();
+    MatmulOptions {
+        algorithms: given.algorithms.unwrap_or(default.algorithms),
+        split_k: given.split_k.unwrap_or(default.split_k),
+        ..default
     }
 }
 
@@ -272,6 +307,8 @@ pub struct CudaBackend {
     continued: usize,
     /// The one stage that a profile run keeps.
     only: Option<Stage>,
+    /// Of decode steps, while one is taken.
+    trace: Option<DecodeTrace>,
     /// Logits that were read back, `[wanted, vocab]`.
     host_logits: Vec<f32>,
 }
@@ -287,12 +324,17 @@ impl CudaBackend {
         compiler: &Compiler,
         config: Qwen3Config,
         weights: WeightSource<'_>,
-        options: CudaOptions,
+        mut options: CudaOptions,
     ) -> Result<Self> {
+        let of_environment = KernelOptions::of_environment().map_err(|error| Error::Option {
+            option: KERNEL_OPTIONS_VARIABLE,
+            problem: format!("is no set of kernel options: {error}"),
+        })?;
+        options.kernels = options.kernels.or(of_environment);
         options.check(&config)?;
         let kernels = Kernels::load(compiler, device, &config)?;
         let stream = Stream::new(device)?;
-        let matmul = Matmul::new(&stream)?;
+        let matmul = Matmul::with_options(&stream, &matmul_options(&options.kernels.matrix))?;
         let attention = Attention::new(&stream, compiler, &config, &options)?;
         let layer_kernel = LayerKernel::new(device, compiler, &config, &options)?;
         let wide_products = Wide::new(device, compiler, &config, &options)?;
@@ -349,6 +391,7 @@ impl CudaBackend {
             },
             continued: 0,
             only: None,
+            trace: None,
             host_logits: Vec::new(),
             config,
             options,
@@ -372,6 +415,11 @@ impl CudaBackend {
     /// The sizes it was made with.
     pub fn options(&self) -> &CudaOptions {
         &self.options
+    }
+
+    /// The options that attention runs with: of decode steps, and of packed ones.
+    pub fn attention_options(&self) -> (&DecodeOptions, &TileOptions) {
+        self.attention.options()
     }
 
     /// The stream of all work.
@@ -532,6 +580,9 @@ impl CudaBackend {
         if bucket == 0 {
             return Ok(());
         }
+        if let Some(trace) = &mut self.trace {
+            trace.record(&self.stream, false)?;
+        }
         match self.graphs.take() {
             Some(graphs) => {
                 let replayed = graphs.replay(bucket);
@@ -539,6 +590,9 @@ impl CudaBackend {
                 replayed?;
             }
             None => self.run_decode(bucket)?,
+        }
+        if let Some(trace) = &mut self.trace {
+            trace.record(&self.stream, true)?;
         }
         self.decode.advanced(bucket);
         Ok(())

@@ -119,9 +119,20 @@ impl CudaBackend {
     /// # Errors
     /// As [`decode`](Self::decode). Panics: none.
     pub fn profile_decode(&mut self, rows: &[DecodeRow]) -> Result<Vec<StageTime>> {
-        let stages = Stage::ALL.into_iter().map(Some);
+        let stages: Vec<_> = std::iter::once(None)
+            .chain(Stage::ALL.into_iter().map(Some))
+            .collect();
+        self.profile_stages(rows, &stages)
+    }
+
+    /// As [`profile_decode`](Self::profile_decode), for these stages alone; `None` is the whole step. A replay moves the
+    /// rows on by a position, at most 20 altogether.
+    ///
+    /// # Errors
+    /// As [`decode`](Self::decode). Panics: none.
+    pub fn profile_stages(&mut self, rows: &[DecodeRow], stages: &[Option<Stage>]) -> Result<Vec<StageTime>> {
         let mut times = Vec::new();
-        for stage in std::iter::once(None).chain(stages) {
+        for &stage in stages {
             // Attention reads the work list that the embedding stage makes; sampling moves positions on.
             self.decode.forget();
             let bucket = self.set_decode_rows(rows)?;
@@ -143,6 +154,28 @@ impl CudaBackend {
         }
         self.decode.forget();
         Ok(times)
+    }
+
+    /// Writes random numbers into all pages of the KV cache: contexts of any length to measure with, without their
+    /// prompts. Queued.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`], [`Error::CudaCache`]. Panics: none.
+    pub fn fill_cache_random(&mut self, seed: u64) -> Result<()> {
+        let quantiles = DeviceBuffer::from_slice(&self.stream, random::quantiles().as_slice())?;
+        for layer in 0..self.config.n_layers {
+            let halves = [
+                ("keys", self.cache.keys(layer)?),
+                ("values", self.cache.values(layer)?),
+            ];
+            for (what, half) in halves {
+                let sequence = random::stream(seed, &format!("{what} {layer}"));
+                self.kernels
+                    .random_matrix(&self.stream, half, &quantiles, sequence)?;
+            }
+        }
+        // Before the table is freed.
+        Ok(self.stream.synchronize()?)
     }
 
     fn time_stage(&mut self, bucket: usize) -> Result<(f64, usize)> {

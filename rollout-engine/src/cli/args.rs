@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use qwen3_model::PristineCopy;
 
+use super::kernel_args::KernelArgs;
 use super::sampling::SamplingArgs;
 use crate::device::DeviceChoice;
 use crate::pool::PoolSettings;
@@ -34,6 +35,10 @@ pub(super) enum Command {
     /// Measure tokens per second, or how long requests wait, on a fixed workload; by default the bundled model on a GPU.
     #[cfg(feature = "cuda")]
     Bench(super::bench::BenchArgs),
+    /// Look for the page size and kernel options with which a workload is fastest, on this device and for this model's shape, and
+    /// leave them for later runs.
+    #[cfg(feature = "cuda")]
+    Tune(super::tune::TuneArgs),
     /// Draw what `rollout bench --stats-path` measured, as an SVG.
     Plot(super::plot::PlotArgs),
     /// Serve completions over HTTP, to clients of OpenAI's API and to trainers.
@@ -138,6 +143,9 @@ pub(super) struct GenerateArgs {
     /// On a GPU, launch decode steps kernel by kernel instead of replaying CUDA graphs. The results are the same.
     #[arg(long)]
     pub(super) no_capture_cudagraph: bool,
+
+    #[command(flatten)]
+    pub(super) kernels: KernelArgs,
 
     /// Write one JSON object a line to this file, each as its completion finishes; `-` is standard output. Default:
     /// text on standard output.

@@ -7,7 +7,11 @@
 
 mod args;
 mod arrivals;
+mod commit;
+mod compare;
 mod floor;
+mod growth;
+mod host_gap;
 mod open;
 mod prefill;
 mod profile;
@@ -15,87 +19,128 @@ mod refresh;
 mod report;
 mod workload;
 
-use std::path::Path;
 use std::time::Instant;
 
-use qwen3_model::{MergeMode, QuantType, Qwen3Config};
+use qwen3_model::MergeMode;
 use serde_json::{Value, json};
 
 pub(super) use args::BenchArgs;
+pub(super) use commit::commit;
+pub(super) use open::Subject;
+pub(super) use workload::{Round, measure, prompt};
 
 use super::CliError;
 use super::output::write_stdout;
-use crate::builder::RunnerSettings;
-use crate::cuda_runner::CudaSettings;
-use crate::device::{self, DeviceChoice};
+use crate::Error;
 use crate::runner::Runner;
 use crate::scheduler::Scheduler;
-use crate::{Error, bundled};
+use crate::tuned::{TunedOptions, TunedProfile};
 use floor::Floor;
-use open::{open, pool};
+use host_gap::host_gap;
 use profile::profile;
-use refresh::{REFRESHES, refresh};
+use refresh::{REFRESHES, refresh, serve_adapter};
 use report::{report, table, write_reports};
-use workload::measure;
+
+/// What all reports of a run have in common.
+struct Run<'a> {
+    args: &'a BenchArgs,
+    subject: &'a Subject,
+    /// What a tuned profile chose.
+    options: TunedOptions,
+    batches: Vec<usize>,
+    device: String,
+    page_size: usize,
+    load_s: f64,
+}
+
+impl Run<'_> {
+    fn describe(&self, mut report: Value) -> Value {
+        report["backend"] = json!(self.subject.backend);
+        report["device"] = json!(self.device);
+        report["commit"] = json!(commit());
+        report["load_s"] = json!(self.load_s);
+        report["page_size"] = json!(self.page_size);
+        report["kernel_options"] = json!(self.args.kernels.options().or(self.options.kernels));
+        report["tuned"] = json!((self.options != TunedOptions::default()).then_some(self.options));
+        report
+    }
+
+    fn heading(&self) -> String {
+        format!("{}, ready in {:.2} s", self.device, self.load_s)
+    }
+
+    fn floor(&self, memory: u64) -> Floor {
+        Floor::new(&self.device, &self.subject.config, memory)
+    }
+}
 
 pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
     // Before anything is loaded.
     let _ = args.sampling()?;
-    let batches = if args.batches.is_empty() {
-        vec![args.n_prompts]
-    } else {
-        args.batches.clone()
-    };
+    let begin = Instant::now();
+    let subject = Subject::of(args)?;
+    let profile = TunedProfile::find(&args.kernels.tuned(), &subject.device, &subject.shape())?;
+    let batches = args.batches();
     args.check_groups(&batches)?;
     let largest = batches.iter().copied().max().unwrap_or(1);
-    let ordinal = match args.device {
-        DeviceChoice::Cuda(ordinal) => ordinal,
-        DeviceChoice::Cpu => return run_on_cpu(args, &batches, largest),
-        DeviceChoice::Auto => {
-            return Err(CliError::Usage(
-                "rollout bench measures one device: use --device cuda:N or --device cpu".into(),
-            ));
-        }
+    let options = profile.map(|profile| profile.options).unwrap_or_default();
+    let run = |runner: &dyn Runner| Run {
+        args,
+        subject: &subject,
+        options,
+        batches: batches.clone(),
+        device: runner.device(),
+        page_size: runner.shape().page_size,
+        load_s: begin.elapsed().as_secs_f64(),
     };
-    let settings = CudaSettings {
-        ordinal,
-        capture: !args.no_capture_cudagraph,
-        pristine: args.lora_pristine,
-        mixed_steps: CudaSettings::default().mixed_steps && !args.separate_decode,
-        share_reads: !args.no_shared_reads,
-        batch_invariant: args.batch_invariant,
-    };
-    let pool = pool(args, largest);
-    let begin = Instant::now();
-    let (mut runner, config, backend) = open(args, &pool, &settings)?;
-    let load_s = begin.elapsed().as_secs_f64();
-    let mode = match args.no_merge_lora || args.quantize.is_some() {
+    if subject.on_gpu() {
+        let runner = subject.open_gpu(args, largest, &options)?;
+        run_on_gpu(&run(&runner), runner)
+    } else {
+        let runner = subject.open_cpu(args, largest, &options)?;
+        run_on_cpu(&run(&*runner), runner)
+    }
+}
+
+fn run_on_gpu(of: &Run<'_>, mut runner: crate::CudaRunner) -> Result<(), CliError> {
+    let (args, config) = (of.args, &of.subject.config);
+    let mode = match args.no_merge_lora || of.subject.shape().quantized {
         true => MergeMode::Unmerged,
         false => MergeMode::Merged,
     };
     let refresh = match args.lora_rank {
-        Some(rank) => Some(refresh(&mut runner, &config, rank, args.seed, mode)?),
+        Some(rank) => Some(refresh(&mut runner, config, rank, args.seed, mode)?),
         None => None,
     };
+    if let Some(dir) = &args.lora_adapter {
+        serve_adapter(&mut runner, dir, mode)?;
+    }
     let start = *runner.start();
-    let device = runner.device();
     let memory = runner.memory();
+    let max_batch_size = runner.shape().max_batch_size;
     let mut scheduler = scheduler(args, runner)?;
     if let Some(rate) = args.arrival_rate {
-        return serve_arrivals(args, rate, &mut scheduler, &config, &backend, load_s);
+        return serve_arrivals(of, rate, &mut scheduler);
+    }
+    let floor = of.floor(memory.weight_bytes);
+    if !args.context_lengths.is_empty() {
+        let mut runner = scheduler.into_runner();
+        let backend = runner.backend_mut();
+        let points = growth::on_gpu(backend, &floor, &of.batches, &args.context_lengths, args.seed)?;
+        return report_growth(of, &points, &floor);
     }
     let mut measured = Vec::new();
-    for &prompts in &batches {
-        measured.push(measure(args, &mut scheduler, &config, prompts)?);
+    for &prompts in &of.batches {
+        let mut batch = measure(args, &mut scheduler, config, prompts)?;
+        if !args.no_profile {
+            batch.host_gap = host_gap(args, &mut scheduler, config, prompts)?;
+        }
+        measured.push(batch);
     }
     let mut runner = scheduler.into_runner();
     if !args.no_profile {
         for batch in &mut measured {
-            batch.profile = profile(
-                args,
-                &mut runner,
-                batch.prompts.min(pool.max_batch_size.unwrap_or(largest)),
-            )?;
+            batch.profile = profile(args, &mut runner, batch.prompts.min(max_batch_size))?;
         }
     }
     let peak = runner.memory_used()?;
@@ -108,23 +153,18 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
                 .map_err(Error::from)?,
         ),
     };
-    let floor = Floor::new(&device, &config, memory.weight_bytes);
     let reports: Vec<Value> = measured
         .iter()
         .map(|batch| {
-            let mut report = report(args, batch, &floor);
-            let lens = prefill::prompt_lens(args, &config, batch.prompts);
-            prefill::add_rates(&mut report, &config, &lens, matrix_rate);
-            report["backend"] = json!(backend);
-            report["device"] = json!(device);
-            report["commit"] = json!(option_env!("ROLLOUT_COMMIT"));
-            report["load_s"] = json!(load_s);
+            let mut report = of.describe(report(args, batch, &floor));
+            let lens = prefill::prompt_lens(args, config, batch.prompts);
+            prefill::add_rates(&mut report, config, &lens, matrix_rate);
             report["open_s"] = json!(start.open_s);
             report["weights_and_kernels_s"] = json!(start.load_s);
+            report["compile_s"] = json!(start.compile_s);
             report["capture_s"] = json!(start.capture_s);
-            report["lora_rank"] = json!(args.lora_rank);
-            report["lora_merged"] = json!(args.lora_rank.map(|_| mode == MergeMode::Merged));
-            report["quantize"] = json!(args.quantize.map(QuantType::name));
+            let adapted = args.lora_rank.is_some() || args.lora_adapter.is_some();
+            report["lora_merged"] = json!(adapted.then_some(mode == MergeMode::Merged));
             report["refresh"] = json!(refresh);
             report["graphs"] = json!(start.graphs);
             report["peak_memory_gb"] = json!(peak as f64 / 1e9);
@@ -133,7 +173,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
             report
         })
         .collect();
-    write_stdout(&table(&device, load_s, Some(peak), &reports))?;
+    write_stdout(&table(&of.heading(), Some(peak), &reports))?;
     write_stdout(&prefill::table(&reports))?;
     if let (Some(refresh), Some(rank)) = (&refresh, args.lora_rank) {
         write_stdout(&format!(
@@ -145,7 +185,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
 }
 
 /// With the limits that were asked for.
-fn scheduler<R: Runner>(args: &BenchArgs, runner: R) -> Result<Scheduler<R>, CliError> {
+pub(super) fn scheduler<R: Runner>(args: &BenchArgs, runner: R) -> Result<Scheduler<R>, CliError> {
     let mut scheduler = Scheduler::new(runner, Vec::new())?;
     match args.mixed_prefill_tokens[..] {
         [] if args.arrival_rate.is_some() => scheduler.favor_latency(),
@@ -162,72 +202,53 @@ fn scheduler<R: Runner>(args: &BenchArgs, runner: R) -> Result<Scheduler<R>, Cli
 }
 
 /// The same workload through the CPU runner, without what only a GPU has.
-fn run_on_cpu(args: &BenchArgs, batches: &[usize], largest: usize) -> Result<(), CliError> {
-    let only_gpu = [
-        ("--lora-rank", args.lora_rank.is_some()),
-        ("--quantize", args.quantize.is_some()),
-        ("--no-capture-cudagraph", args.no_capture_cudagraph),
-        ("--no-shared-reads", args.no_shared_reads),
-    ];
-    if let Some((flag, _)) = only_gpu.iter().find(|(_, given)| *given) {
-        return Err(CliError::Usage(format!(
-            "{flag} is for a GPU: use --device cuda:N"
-        )));
-    }
-    let name = args.model.as_deref().unwrap_or_default();
-    if name.starts_with("random:") {
-        let advice = "random weights are drawn on a GPU: give a model folder, or none for the bundled model";
-        return Err(CliError::Usage(format!(
-            "--model {name} with --device cpu: {advice}"
-        )));
-    }
-    let dir = match name {
-        "" => bundled::model_dir()?,
-        name => Path::new(name).to_owned(),
+fn run_on_cpu<R: Runner>(of: &Run<'_>, mut runner: R) -> Result<(), CliError> {
+    let (args, config) = (of.args, &of.subject.config);
+    let mode = match args.no_merge_lora || of.subject.shape().quantized {
+        true => MergeMode::Unmerged,
+        false => MergeMode::Merged,
     };
-    let begin = Instant::now();
-    let config = Qwen3Config::from_dir(&dir).map_err(Error::from)?;
-    let settings = RunnerSettings {
-        pool: pool(args, largest),
-        batch_invariant: args.batch_invariant,
-        ..RunnerSettings::default()
-    };
-    let opened = device::open(DeviceChoice::Cpu, &dir, &config, &settings)?;
-    let load_s = begin.elapsed().as_secs_f64();
-    let backend = format!("cpu, {}", dir.display());
-    let memory = opened.runner.memory();
-    let mut scheduler = scheduler(args, opened.runner)?;
+    if let Some(dir) = &args.lora_adapter {
+        serve_adapter(&mut runner, dir, mode)?;
+    }
+    let memory = runner.memory();
+    let mut scheduler = scheduler(args, runner)?;
     if let Some(rate) = args.arrival_rate {
-        return serve_arrivals(args, rate, &mut scheduler, &config, &backend, load_s);
+        return serve_arrivals(of, rate, &mut scheduler);
     }
-    let device = scheduler.device();
-    let floor = Floor::new(&device, &config, memory.weight_bytes);
+    let floor = of.floor(memory.weight_bytes);
+    if !args.context_lengths.is_empty() {
+        let contexts = &args.context_lengths;
+        let points = growth::with_prompts(args, &mut scheduler, config, &floor, &of.batches, contexts)?;
+        return report_growth(of, &points, &floor);
+    }
     let mut reports = Vec::new();
-    for &prompts in batches {
-        let mut report = report(args, &measure(args, &mut scheduler, &config, prompts)?, &floor);
-        report["backend"] = json!(backend);
-        report["device"] = json!(device);
-        report["commit"] = json!(option_env!("ROLLOUT_COMMIT"));
-        report["load_s"] = json!(load_s);
+    for &prompts in &of.batches {
+        let measured = measure(args, &mut scheduler, config, prompts)?;
+        let mut report = of.describe(report(args, &measured, &floor));
+        report["lora_merged"] = json!(args.lora_adapter.as_ref().map(|_| mode == MergeMode::Merged));
+        report["peak_memory_gb"] = json!(crate::memory::peak_memory().map(|bytes| bytes as f64 / 1e9));
         report["weight_gb"] = json!(memory.weight_bytes as f64 / 1e9);
         report["kv_gb"] = json!(memory.kv_bytes as f64 / 1e9);
         reports.push(report);
     }
-    write_stdout(&table(&device, load_s, None, &reports))?;
+    write_stdout(&table(&of.heading(), None, &reports))?;
     write_reports(args, reports)
 }
 
-fn serve_arrivals<R: Runner>(
-    args: &BenchArgs,
-    rate: f64,
-    scheduler: &mut Scheduler<R>,
-    config: &Qwen3Config,
-    backend: &str,
-    load_s: f64,
-) -> Result<(), CliError> {
-    let device = scheduler.device();
-    write_stdout(&format!("{device}, ready in {load_s:.2} s\n"))?;
+fn report_growth(of: &Run<'_>, points: &[growth::Point], floor: &Floor) -> Result<(), CliError> {
+    write_stdout(&format!("{}\n\n{}", of.heading(), growth::table(points)))?;
+    let report = of.describe(growth::report(points, floor.rate.map(|rate| rate / 1e12)));
+    if let Some(path) = &of.args.plot {
+        super::plot::write_growth(&report, path)?;
+    }
+    report::write_json(of.args, &report)
+}
+
+fn serve_arrivals<R: Runner>(of: &Run<'_>, rate: f64, scheduler: &mut Scheduler<R>) -> Result<(), CliError> {
+    write_stdout(&format!("{}\n", of.heading()))?;
     let mut reports = Vec::new();
+    let args = of.args;
     let budgets: Vec<_> = match args.mixed_prefill_tokens[..] {
         [] => vec![None],
         ref budgets => budgets.iter().copied().map(Some).collect(),
@@ -236,13 +257,9 @@ fn serve_arrivals<R: Runner>(
         if let Some(tokens) = tokens {
             scheduler.set_mixed_prefill_tokens(tokens);
         }
-        let (mut report, text) = arrivals::measure(args, rate, scheduler, config.vocab_size)?;
+        let (report, text) = arrivals::measure(args, rate, scheduler, of.subject.config.vocab_size)?;
         write_stdout(&format!("\n{text}"))?;
-        report["backend"] = json!(backend);
-        report["device"] = json!(device);
-        report["commit"] = json!(option_env!("ROLLOUT_COMMIT"));
-        report["load_s"] = json!(load_s);
-        reports.push(report);
+        reports.push(of.describe(report));
     }
-    write_reports(args, reports)
+    write_reports(of.args, reports)
 }

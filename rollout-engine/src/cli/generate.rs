@@ -39,6 +39,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         .pool(args.pool())
         .capture_graphs(!args.no_capture_cudagraph)
         .pristine_copy(args.lora_pristine.unwrap_or_default())
+        .kernel_options(args.kernels.options())
+        .tuned_profile(args.kernels.tuned())
         .prefix_cache(args.prefix_cache)
         .batch_invariant(args.batch_invariant)
         .dequantize(args.dequantize)
@@ -225,6 +227,7 @@ fn gpu_flags(args: &GenerateArgs) -> Vec<&'static str> {
     if args.no_capture_cudagraph {
         flags.push("--no-capture-cudagraph");
     }
+    flags.extend(args.kernels.given());
     flags
 }
 

@@ -11,6 +11,10 @@ use serde_json::Value;
 
 use super::CliError;
 
+mod growth;
+
+pub(super) use growth::write_growth;
+
 /// Width and height of the picture, in pixels.
 const SIZE: (u32, u32) = (960, 720);
 /// One for each series, in turn: told apart also by readers who see few colours.
@@ -25,7 +29,7 @@ const COLOURS: [RGBColor; 6] = [
 
 #[derive(Debug, Args)]
 pub(super) struct PlotArgs {
-    /// Files that `rollout bench --stats-path` has written.
+    /// Files that `rollout bench --stats-path` has written; one alone if it was written with --context-lengths.
     #[arg(value_name = "STATS.json", required = true)]
     stats: Vec<PathBuf>,
 
@@ -121,8 +125,18 @@ struct Series {
 pub(super) fn run(args: &PlotArgs) -> Result<(), CliError> {
     let mut stats = Vec::new();
     for path in &args.stats {
+        let value = read_json(path)?;
+        if growth::is_growth(&value) {
+            return match args.stats.len() {
+                1 => write_growth(&value, &args.output),
+                _ => Err(CliError::Usage(format!(
+                    "{} has steps against context lengths: draw it alone",
+                    path.display()
+                ))),
+            };
+        }
         // One measurement, or a list of them.
-        let list = match read_json(path)? {
+        let list = match value {
             Value::Array(list) => list,
             one => vec![one],
         };
@@ -249,7 +263,7 @@ fn draw(measured: &[Measurement], other: Vec<Series>, axis: Axis) -> Result<Stri
     render(
         &mut svg,
         &title,
-        axis,
+        axis.label(),
         &[("new tokens / s", &throughput), ("ms per decode step", &steps)],
     )
     .map_err(|error| CliError::Failed(format!("the plot cannot be drawn: {error}")))?;
@@ -258,7 +272,12 @@ fn draw(measured: &[Measurement], other: Vec<Series>, axis: Axis) -> Result<Stri
 
 type DrawError = Box<dyn std::error::Error>;
 
-fn render(svg: &mut String, title: &str, axis: Axis, panels: &[(&str, &[Series])]) -> Result<(), DrawError> {
+fn render(
+    svg: &mut String,
+    title: &str,
+    x_label: &str,
+    panels: &[(&str, &[Series])],
+) -> Result<(), DrawError> {
     let area = SVGBackend::with_string(svg, SIZE).into_drawing_area();
     area.fill(&WHITE)?;
     let area = area.titled(title, ("sans-serif", 20))?;
@@ -289,7 +308,7 @@ fn render(svg: &mut String, title: &str, axis: Axis, panels: &[(&str, &[Series])
         chart
             .configure_mesh()
             .light_line_style(TRANSPARENT)
-            .x_desc(axis.label())
+            .x_desc(x_label)
             .y_desc(*label)
             .x_label_formatter(&|x| format!("{x:.0}"))
             .y_label_formatter(&|y| format!("{y}"))

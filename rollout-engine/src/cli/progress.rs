@@ -51,6 +51,41 @@ impl Progress {
     }
 }
 
+/// Shows how far a sweep is, of its time limit if it has one.
+pub(super) struct Steps {
+    bar: ProgressBar,
+}
+
+impl Steps {
+    pub(super) fn new(limit: Option<Duration>) -> Self {
+        let bar = match limit {
+            Some(limit) => {
+                ProgressBar::with_draw_target(Some(limit.as_secs().max(1)), ProgressDrawTarget::hidden())
+            }
+            None => ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden()),
+        };
+        if !is_shown() {
+            return Self { bar };
+        }
+        let bar = BARS.add(bar);
+        bar.set_style(match limit {
+            Some(_) => style("{wide_bar} {elapsed} of {len} s {msg}"),
+            None => style("{spinner} {elapsed} {msg}"),
+        });
+        Self { bar }
+    }
+
+    pub(super) fn update(&self, elapsed: Duration, message: &str) {
+        self.bar
+            .set_position(elapsed.as_secs().min(self.bar.length().unwrap_or(u64::MAX)));
+        self.bar.set_message(message.to_string());
+    }
+
+    pub(super) fn clear(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
 /// Whether anybody watches standard error.
 pub(super) fn is_shown() -> bool {
     std::io::stderr().is_terminal()

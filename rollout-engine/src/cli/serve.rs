@@ -8,6 +8,7 @@ use clap::Args;
 use qwen3_model::{MergeMode, PristineCopy};
 
 use super::args::{device, positive};
+use super::kernel_args::KernelArgs;
 use super::{CliError, report};
 use crate::device::DeviceChoice;
 use crate::engine::Engine;
@@ -108,6 +109,9 @@ pub(super) struct ServeArgs {
     /// On a GPU, launch decode steps kernel by kernel instead of replaying CUDA graphs. The results are the same.
     #[arg(long)]
     no_capture_cudagraph: bool,
+
+    #[command(flatten)]
+    kernels: KernelArgs,
 
     /// Seed from which requests without one get theirs, in the order of their arrival. Default: drawn anew at every start,
     /// so that replicas differ.
@@ -224,6 +228,8 @@ fn open(args: &ServeArgs, settings: ServeSettings) -> Result<Server, CliError> {
         })
         .capture_graphs(!args.no_capture_cudagraph)
         .pristine_copy(args.lora_pristine)
+        .kernel_options(args.kernels.options())
+        .tuned_profile(args.kernels.tuned())
         .prefix_cache(args.prefix_cache)
         .seed(args.seed.unwrap_or_else(random_seed));
     if let Some(dir) = &args.model {

@@ -9,9 +9,11 @@ use serde_json::{Value, json};
 use super::workload::LONGEST_PROMPT;
 use crate::cli::CliError;
 use crate::cli::args::positive;
+use crate::cli::kernel_args::KernelArgs;
 use crate::cli::sampling::DrawArgs;
 use crate::device::DeviceChoice;
 use crate::request::SamplingParams;
+use crate::tuned::TunedOptions;
 
 #[derive(Debug, Args)]
 pub(in crate::cli) struct BenchArgs {
@@ -65,9 +67,9 @@ pub(in crate::cli) struct BenchArgs {
     #[arg(long, value_name = "N", value_parser = positive)]
     pub(super) n_pages: Option<usize>,
 
-    /// Size of a page, in tokens.
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = positive)]
-    pub(super) page_size: usize,
+    /// Size of a page, in tokens. Default: the tuned profile's, or 64.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub(super) page_size: Option<usize>,
 
     /// Most prompt tokens per step, in tokens. Default: the device's choice.
     #[arg(long, value_name = "N", value_parser = positive)]
@@ -87,21 +89,38 @@ pub(in crate::cli) struct BenchArgs {
     #[arg(long, value_name = "R", value_parser = rate, conflicts_with_all = ["batches", "lora_rank"])]
     pub(super) arrival_rate: Option<f64>,
 
+    /// Instead of whole runs, time decode steps of sequences with so many tokens of context, such as 1024,4096,32768. On a
+    /// GPU contexts are random numbers, not computed.
+    #[arg(long, value_name = "N,N,…", value_delimiter = ',', value_parser = positive, conflicts_with_all = ["arrival_rate", "lora_rank"])]
+    pub(super) context_lengths: Vec<usize>,
+
     /// Quantise the projections to 4 bits: nf4 or fp4. Adapters are then applied at run time.
     #[arg(long, value_name = "TYPE")]
     pub(super) quantize: Option<QuantType>,
 
+    /// Serve this adapter, a PEFT folder (adapter_config.json, adapter_model.safetensors).
+    #[arg(
+        long,
+        value_name = "DIR",
+        group = "served",
+        conflicts_with = "context_lengths"
+    )]
+    pub(super) lora_adapter: Option<PathBuf>,
+
     /// Serve a random adapter of this rank on all seven projections, merged, and time a refresh.
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, value_name = "N", value_parser = positive, group = "served")]
     pub(super) lora_rank: Option<usize>,
 
-    /// Apply the adapter of --lora-rank at run time, beside the weights.
-    #[arg(long, requires = "lora_rank")]
+    /// Apply the adapter at run time, beside the weights.
+    #[arg(long, requires = "served")]
     pub(super) no_merge_lora: bool,
 
     /// With --lora-rank, where pristine copies live: device, pinned or file.
     #[arg(long, value_name = "PLACE", default_value = "device", requires = "lora_rank")]
     pub(super) lora_pristine: PristineCopy,
+
+    #[command(flatten)]
+    pub(super) kernels: KernelArgs,
 
     /// Launch decode steps kernel by kernel instead of replaying CUDA graphs.
     #[arg(long)]
@@ -130,6 +149,20 @@ pub(in crate::cli) struct BenchArgs {
     #[arg(long, value_name = "FILE")]
     pub(super) stats_path: Option<PathBuf>,
 
+    /// Compare with the measurements of this file, which --stats-path has written before: exit code 1 if any has become slower
+    /// by more than the file's tolerance.
+    #[arg(long, value_name = "FILE.json", conflicts_with_all = ["arrival_rate", "context_lengths"])]
+    pub(super) compare: Option<PathBuf>,
+
+    /// With --compare, exit code 1 also where tokens differ from the file's. (On a GPU they may, where products' algorithms
+    /// were chosen anew or kernels add in another order.)
+    #[arg(long, requires = "compare")]
+    pub(super) compare_tokens: bool,
+
+    /// What is written to --stats-path as the tolerance of later comparisons with it, in percent of tokens a second.
+    #[arg(long, value_name = "PERCENT", default_value_t = 3.0, value_parser = percent)]
+    pub(super) compare_tolerance: f64,
+
     /// Draw throughput and steps against the number of prompts into this file; `rollout plot` draws --stats-path files
     /// later, without a GPU.
     #[arg(long, value_name = "FILE.svg", conflicts_with = "arrival_rate")]
@@ -143,7 +176,7 @@ pub(in crate::cli) struct BenchArgs {
 
 impl BenchArgs {
     /// Refuses numbers of prompts that are no whole groups.
-    pub(super) fn check_groups(&self, batches: &[usize]) -> Result<(), CliError> {
+    pub(in crate::cli) fn check_groups(&self, batches: &[usize]) -> Result<(), CliError> {
         match batches
             .iter()
             .find(|prompts| !prompts.is_multiple_of(self.group_size))
@@ -161,8 +194,51 @@ impl BenchArgs {
         self.prompt_tokens.unwrap_or(LONGEST_PROMPT)
     }
 
+    /// Prompts at once, one after the other.
+    pub(in crate::cli) fn batches(&self) -> Vec<usize> {
+        match self.batches.is_empty() {
+            true => vec![self.n_prompts],
+            false => self.batches.clone(),
+        }
+    }
+
+    /// Tokens of each prompt, if they are not those of the common workload.
+    pub(in crate::cli) fn prompt_length(&self) -> Option<usize> {
+        self.prompt_tokens
+    }
+
+    /// Rounds that are measured.
+    pub(in crate::cli) fn rounds(&self) -> usize {
+        self.n_rounds
+    }
+
+    /// What the flags set of what `rollout tune` would choose.
+    pub(in crate::cli) fn fixed_options(&self) -> TunedOptions {
+        let mut options = TunedOptions::default();
+        options.page_size = self.page_size;
+        options.max_prefill_tokens = self.max_prefill_tokens;
+        options.kernels = self.kernels.options();
+        options
+    }
+
+    /// The first flag that was given and says something else than how to run the workload.
+    pub(in crate::cli) fn not_a_workload(&self) -> Option<&'static str> {
+        [
+            (self.arrival_rate.is_some(), "--arrival-rate"),
+            (!self.context_lengths.is_empty(), "--context-lengths"),
+            (self.lora_rank.is_some(), "--lora-rank"),
+            (self.lora_adapter.is_some(), "--lora-adapter"),
+            (self.compare.is_some(), "--compare"),
+            (self.stats_path.is_some(), "--stats-path"),
+            (self.plot.is_some(), "--plot"),
+            (self.no_profile, "--no-profile"),
+        ]
+        .into_iter()
+        .find_map(|(given, flag)| given.then_some(flag))
+    }
+
     /// How the workload's tokens are chosen.
-    pub(super) fn sampling(&self) -> Result<SamplingParams, CliError> {
+    pub(in crate::cli) fn sampling(&self) -> Result<SamplingParams, CliError> {
         let mut sampling = self.draw.workload(self.max_new_tokens)?;
         sampling.top_logprobs = self.top_logprobs;
         sampling
@@ -191,5 +267,12 @@ fn rate(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(rate) if rate > 0.0 && rate.is_finite() => Ok(rate),
         _ => Err("use a number of prompts a second above 0, such as 2.5".into()),
+    }
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(x) if (0.0..100.0).contains(&x) => Ok(x),
+        _ => Err("use a number from 0 to 100, such as 3".into()),
     }
 }

@@ -6,9 +6,11 @@ use qwen3_model::Qwen3Config;
 const READ_RATES: [(&str, f64); 1] = [("H200", 4.39e12)];
 /// The least time a decode step can take: all weights and the context read once.
 pub(super) struct Floor {
-    rate: Option<f64>,
+    /// Bytes a second.
+    pub(super) rate: Option<f64>,
     weight_bytes: f64,
-    bytes_per_token: f64,
+    /// Of keys and values.
+    pub(super) bytes_per_token: f64,
 }
 
 impl Floor {
@@ -32,6 +34,11 @@ impl Floor {
     /// Milliseconds of a step of `prompts` rows at mid-run.
     pub(super) fn step_ms(&self, prompts: usize, max_new_tokens: usize) -> Option<f64> {
         let context: usize = (0..prompts).map(|i| 64 + i * 37 % 193 + max_new_tokens / 2).sum();
+        self.ms(context)
+    }
+
+    /// Milliseconds of a step that reads `context` tokens altogether.
+    pub(super) fn ms(&self, context: usize) -> Option<f64> {
         let bytes = self.weight_bytes + self.bytes_per_token * context as f64;
         self.rate.map(|rate| bytes / rate * 1e3)
     }

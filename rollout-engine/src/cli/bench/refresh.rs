@@ -1,6 +1,8 @@
 //! How long a new policy takes.
 
-use lora_merge::ActiveAdapter;
+use std::path::Path;
+
+use lora_merge::{ActiveAdapter, Adapter};
 use qwen3_model::{MergeMode, Qwen3Config, random_adapter};
 
 use super::workload::median;
@@ -19,6 +21,13 @@ pub(super) struct Refresh {
     pub(super) total_ms: f64,
     /// Of which the pass over the weights.
     pub(super) merge_ms: f64,
+}
+
+/// Serves the adapter of a PEFT folder.
+pub(super) fn serve_adapter(runner: &mut impl Runner, dir: &Path, mode: MergeMode) -> Result<(), CliError> {
+    let adapter = Adapter::load(dir).map_err(Error::from)?;
+    runner.set_adapters(&[ActiveAdapter::new(adapter)], mode)?;
+    Ok(())
 }
 
 /// Serves a random adapter, and times refreshes between two.

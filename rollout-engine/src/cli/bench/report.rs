@@ -2,9 +2,11 @@
 
 use std::fmt::Write as _;
 
+use qwen3_model::QuantType;
 use serde_json::{Value, json};
 
 use super::BenchArgs;
+use super::compare;
 use super::floor::Floor;
 use super::workload::{Measured, median};
 use crate::cli::CliError;
@@ -13,15 +15,24 @@ pub(super) fn write_reports(args: &BenchArgs, mut reports: Vec<Value>) -> Result
     if let Some(path) = &args.plot {
         crate::cli::plot::write_reports(&reports, args.plot_other.as_deref(), path)?;
     }
+    let of_compare = reports.clone();
+    let value = match args.batches.is_empty() && reports.len() == 1 {
+        true => reports.remove(0),
+        false => Value::Array(reports),
+    };
+    write_json(args, &value)?;
+    match &args.compare {
+        Some(path) => compare::with_file(args, path, &of_compare),
+        None => Ok(()),
+    }
+}
+
+/// Into the file of --stats-path, if there is one.
+pub(super) fn write_json(args: &BenchArgs, value: &Value) -> Result<(), CliError> {
     let Some(path) = &args.stats_path else {
         return Ok(());
     };
-    let value = if args.batches.is_empty() && reports.len() == 1 {
-        reports.remove(0)
-    } else {
-        Value::Array(reports)
-    };
-    let text = serde_json::to_string_pretty(&value).map_err(|error| CliError::Failed(error.to_string()))?;
+    let text = serde_json::to_string_pretty(value).map_err(|error| CliError::Failed(error.to_string()))?;
     std::fs::write(path, text + "\n")
         .map_err(|error| CliError::Failed(format!("{}: {error}", path.display())))
 }
@@ -43,7 +54,17 @@ pub(super) fn report(args: &BenchArgs, batch: &Measured, floor: &Floor) -> Value
     });
     json!({
         "capture_cudagraph": !args.no_capture_cudagraph,
-        "lora_adapter": null,
+        "lora_adapter": args.lora_adapter,
+        "lora_rank": args.lora_rank,
+        "lora_merged": null,
+        "quantize": args.quantize.map(QuantType::name),
+        "refresh": null,
+        "graphs": null,
+        "open_s": null,
+        "weights_and_kernels_s": null,
+        "compile_s": null,
+        "capture_s": null,
+        "peak_memory_gb": null,
         "n_prompts": batch.prompts,
         "group_size": args.group_size,
         "prompt_tokens": args.prompt_tokens,
@@ -57,19 +78,22 @@ pub(super) fn report(args: &BenchArgs, batch: &Measured, floor: &Floor) -> Value
         "decode_tps_best": tokens / best,
         "max_new_tokens": args.max_new_tokens,
         "sampling": args.sampling_report().unwrap_or_default(),
-        "page_size": args.page_size,
         "prefill_ms": median(&batch.prefill_ms),
         "step_ms": batch.step_ms,
+        "steps_ms_at": batch.steps_at,
+        "host_gap": batch.host_gap,
+        "host_gap_pct": batch.host_gap.map(|gap| gap.percent),
         "floor_ms": floor_ms,
         "percent_of_floor": floor_ms.map(|floor| 100.0 * floor / batch.step_ms),
         "stages": stages.collect::<Vec<_>>(),
+        "tolerance_pct": args.compare_tolerance,
         "token_checksum": batch.checksum,
         "sample_completions": samples.collect::<Vec<_>>(),
     })
 }
 
-pub(super) fn table(device: &str, load_s: f64, peak: Option<u64>, reports: &[Value]) -> String {
-    let mut out = format!("{device}, ready in {load_s:.2} s");
+pub(super) fn table(heading: &str, peak: Option<u64>, reports: &[Value]) -> String {
+    let mut out = heading.to_string();
     if let Some(peak) = peak {
         let _ = write!(out, ", {:.2} GB of device memory", peak as f64 / 1e9);
     }

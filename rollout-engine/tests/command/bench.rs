@@ -1,5 +1,4 @@
 //! `rollout bench` on the CPU, with the bundled model.
-#![cfg(feature = "cuda")] // The command is part of builds with GPU support; nothing here needs a GPU.
 
 use std::process::{Command, Output};
 
@@ -110,6 +109,142 @@ fn sampling_flags_change_the_tokens_and_every_round_draws_the_same() {
 }
 
 #[test]
+fn the_report_has_every_field() {
+    let adapter = format!("{}/../fixtures/adapters/qv-r8", env!("CARGO_MANIFEST_DIR"));
+    let report = report(&[
+        "--n-prompts",
+        "2",
+        "--max-new-tokens",
+        "24",
+        "--n-rounds",
+        "2",
+        "--lora-adapter",
+        &adapter,
+    ]);
+    let object = report.as_object().expect("an object");
+    // Those of the Python system, then those beyond; a GPU fills what is null here.
+    let on_any_device = [
+        "backend",
+        "capture_cudagraph",
+        "lora_adapter",
+        "n_prompts",
+        "n_decoded_tokens",
+        "wall_times_s",
+        "median_wall_s",
+        "best_wall_s",
+        "decode_tps_median",
+        "decode_tps_best",
+        "max_new_tokens",
+        "peak_memory_gb",
+        "sample_completions",
+        "device",
+        "load_s",
+        "prefill_ms",
+        "step_ms",
+        "steps_ms_at",
+        "stages",
+        "token_checksum",
+        "page_size",
+        "kernel_options",
+        "sampling",
+        "tolerance_pct",
+    ];
+    for key in on_any_device {
+        assert!(
+            object.get(key).is_some_and(|value| !value.is_null()),
+            "{key} in {report}"
+        );
+    }
+    for key in [
+        "commit",
+        "compile_s",
+        "capture_s",
+        "floor_ms",
+        "percent_of_floor",
+        "host_gap_pct",
+        "refresh",
+        "graphs",
+        "tuned",
+    ] {
+        assert!(object.contains_key(key), "{key} in {report}");
+    }
+    assert_eq!(report["n_decoded_tokens"], 48);
+    assert_eq!(report["wall_times_s"].as_array().map(Vec::len), Some(2));
+    assert_eq!(report["lora_merged"], true);
+    let points = report["steps_ms_at"].as_array().expect("a list");
+    assert_eq!(points.len(), 5);
+    assert!(
+        points
+            .iter()
+            .all(|point| point["ms"].as_f64().is_some_and(|ms| ms > 0.0))
+    );
+}
+
+#[test]
+fn a_run_is_compared_with_what_was_kept() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("kept.json");
+    let file = path.to_str().expect("UTF-8");
+    let workload = ["--n-prompts", "2", "--max-new-tokens", "4", "--n-rounds", "1"];
+    let with = |args: &[&str]| bench(&[&workload[..], args].concat());
+    let kept = with(&["--stats-path", file, "--compare-tolerance", "99"]);
+    assert!(kept.status.success());
+    let compared = with(&["--compare", file, "--compare-tokens"]);
+    let stdout = String::from_utf8_lossy(&compared.stdout);
+    assert!(
+        compared.status.success() && stdout.contains("the same"),
+        "{stdout}"
+    );
+    // As if it had been a thousand times as fast, with other tokens.
+    let mut value: Value = serde_json::from_slice(&std::fs::read(&path).expect("is there")).expect("JSON");
+    let rate = value["decode_tps_median"].as_f64().expect("a rate");
+    value["decode_tps_median"] = (1000.0 * rate).into();
+    value["token_checksum"] = "00".into();
+    std::fs::write(&path, value.to_string()).expect("writable");
+    let slower = with(&["--compare", file]);
+    let stderr = String::from_utf8_lossy(&slower.stderr);
+    assert_eq!(slower.status.code(), Some(1), "{stderr}");
+    assert!(
+        stderr.contains("kept.json") && stderr.contains("99 % are tolerated"),
+        "{stderr}"
+    );
+    assert!(String::from_utf8_lossy(&slower.stdout).contains("others"));
+    let other = bench(&[
+        "--n-prompts",
+        "1",
+        "--max-new-tokens",
+        "4",
+        "--n-rounds",
+        "1",
+        "--compare",
+        file,
+    ]);
+    assert_eq!(other.status.code(), Some(1), "nothing to compare with");
+}
+
+#[test]
+fn steps_are_timed_against_the_length_of_contexts() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let svg = folder.path().join("growth.svg");
+    let svg = svg.to_str().expect("UTF-8");
+    let report = report(&["--context-lengths", "64,200", "--batches", "1,3", "--plot", svg]);
+    let points = report["context_growth"].as_array().expect("points");
+    let at: Vec<_> = points
+        .iter()
+        .map(|point| (point["n_prompts"].as_u64(), point["context_tokens"].as_u64()))
+        .collect();
+    let expected = [(1, 64), (1, 200), (3, 64), (3, 200)].map(|(n, len)| (Some(n), Some(len)));
+    assert_eq!(at, expected);
+    assert!(
+        points
+            .iter()
+            .all(|point| point["step_ms"].as_f64().is_some_and(|ms| ms > 0.0))
+    );
+    let drawn = std::fs::read_to_string(svg).expect("a picture");
+    assert!(drawn.contains("tokens of context"));
+}
+
+#[test]
 fn what_cannot_work_is_refused_in_a_line() {
     for (args, words) in [
         (&["--top-p", "0.9"][..], "--temperature"),
@@ -120,6 +255,13 @@ fn what_cannot_work_is_refused_in_a_line() {
         (&["--arrival-rate", "2", "--batches", "1,2"], "batches"),
         (&["--model", "random:qwen3-4b"], "drawn on a GPU"),
         (&["--lora-rank", "8"], "--lora-rank"),
+        (
+            &["--decode-kernel-options", "{\"warps\": 4}"],
+            "--decode-kernel-options",
+        ),
+        (&["--decode-kernel-options", "{\"SPLIT_KV\": 4}"], "SPLIT_KV"),
+        (&["--prefill-kernel-options", "{\"kernel\": \"cudnn\"}"], "cudnn"),
+        (&["--matrix-kernel-options", "{"], "matrix-kernel-options"),
         (&["--device", "auto"], "--device cpu"),
     ] {
         let output = if args.contains(&"--device") {

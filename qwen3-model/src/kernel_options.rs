@@ -1,0 +1,163 @@
+//! Options of the kernels of a [`CudaBackend`](crate::cuda::CudaBackend), as a user or a tuned profile gives them.
+
+use std::fmt;
+use std::str::FromStr;
+
+use block_mask::{DecodeKernelOptions, KernelOptionsError, PrefillKernelOptions};
+use serde::{Deserialize, Serialize};
+
+/// Options of matrix products; what is `None` is left to the defaults.
+///
+/// ```
+/// use qwen3_model::MatrixKernelOptions;
+///
+/// let options: MatrixKernelOptions = "{\"layer_kernel_rows\": 8, \"split_k\": false}".parse()?;
+/// assert_eq!(options.layer_kernel_rows, Some(8));
+/// assert!("{\"tile\": 8}".parse::<MatrixKernelOptions>().is_err());
+/// # Ok::<(), qwen3_model::KernelOptionsError>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[non_exhaustive]
+pub struct MatrixKernelOptions {
+    /// Largest bucket of decode steps that goes through the kernel of whole layers; 0 for none. Default: as many rows as
+    /// it takes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layer_kernel_rows: Option<usize>,
+    /// Algorithms of cuBLASLt that are timed for a shape, 1 to 64; with 1 its own guess is taken. Default: 16.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub algorithms: Option<usize>,
+    /// Whether algorithms that split a product along k may be taken. Default: true.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub split_k: Option<bool>,
+}
+
+impl FromStr for MatrixKernelOptions {
+    type Err = KernelOptionsError;
+
+    /// From a JSON object.
+    fn from_str(text: &str) -> Result<Self, KernelOptionsError> {
+        KernelOptionsError::parse(text)
+    }
+}
+
+impl fmt::Display for MatrixKernelOptions {
+    /// As a JSON object.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&serde_json::to_string(self).map_err(|_| fmt::Error)?)
+    }
+}
+
+impl MatrixKernelOptions {
+    /// These, with `others` where nothing is given.
+    #[must_use]
+    pub fn or(self, others: Self) -> Self {
+        Self {
+            layer_kernel_rows: self.layer_kernel_rows.or(others.layer_kernel_rows),
+            algorithms: self.algorithms.or(others.algorithms),
+            split_k: self.split_k.or(others.split_k),
+        }
+    }
+
+    /// Whether nothing is given.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// Options of all kernels.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[non_exhaustive]
+pub struct KernelOptions {
+    /// Of decode attention.
+    #[serde(skip_serializing_if = "DecodeKernelOptions::is_empty")]
+    pub decode: DecodeKernelOptions,
+    /// Of prefill attention.
+    #[serde(skip_serializing_if = "PrefillKernelOptions::is_empty")]
+    pub prefill: PrefillKernelOptions,
+    /// Of matrix products.
+    #[serde(skip_serializing_if = "MatrixKernelOptions::is_empty")]
+    pub matrix: MatrixKernelOptions,
+}
+
+/// Kernel options for every backend of the process, a JSON object with `decode`, `prefill` and `matrix`; what a backend is
+/// given itself comes first. For running tests with the options of a tuned profile.
+pub const KERNEL_OPTIONS_VARIABLE: &str = "ROLLOUT_KERNEL_OPTIONS";
+
+impl KernelOptions {
+    /// From the three kinds.
+    pub fn new(
+        decode: DecodeKernelOptions,
+        prefill: PrefillKernelOptions,
+        matrix: MatrixKernelOptions,
+    ) -> Self {
+        Self {
+            decode,
+            prefill,
+            matrix,
+        }
+    }
+
+    /// These, with `others` where nothing is given.
+    #[must_use]
+    pub fn or(self, others: Self) -> Self {
+        Self {
+            decode: self.decode.or(others.decode),
+            prefill: self.prefill.or(others.prefill),
+            matrix: self.matrix.or(others.matrix),
+        }
+    }
+
+    /// Whether nothing is given.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Those of [`KERNEL_OPTIONS_VARIABLE`].
+    ///
+    /// # Errors
+    /// [`KernelOptionsError`] for what is no such object. Panics: none.
+    pub fn of_environment() -> Result<Self, KernelOptionsError> {
+        match std::env::var(KERNEL_OPTIONS_VARIABLE) {
+            Ok(text) if !text.is_empty() => text.parse(),
+            _ => Ok(Self::default()),
+        }
+    }
+}
+
+impl FromStr for KernelOptions {
+    type Err = KernelOptionsError;
+
+    /// From a JSON object.
+    fn from_str(text: &str) -> Result<Self, KernelOptionsError> {
+        KernelOptionsError::parse(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_profile_of_all_kinds_is_read_written_and_merged() {
+        let text = "{\"decode\": {\"split_kv\": 256}, \"matrix\": {\"algorithms\": 32}}";
+        let options: KernelOptions = text.parse().unwrap();
+        let written = serde_json::to_string(&options).unwrap();
+        assert_eq!(written, text.replace(' ', ""));
+        let others = "{\"decode\": {\"split_kv\": 64, \"warps\": 2}, \"prefill\": {\"block_n\": 64}}";
+        let merged = options.or(others.parse().unwrap());
+        assert_eq!(
+            (merged.decode.split_kv, merged.decode.warps),
+            (Some(256), Some(2))
+        );
+        assert_eq!(
+            (merged.prefill.block_n, merged.matrix.algorithms),
+            (Some(64), Some(32))
+        );
+        assert!(KernelOptions::default().is_empty() && !merged.is_empty());
+        for wrong in ["{\"decoding\": {}}", "{\"matrix\": {\"warps\": 1}}", "3"] {
+            assert!(wrong.parse::<KernelOptions>().is_err(), "{wrong}");
+        }
+    }
+}
