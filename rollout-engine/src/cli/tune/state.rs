@@ -19,6 +19,15 @@ pub(super) enum Outcome {
     Refused(String),
 }
 
+impl Outcome {
+    /// With as many digits as survive being written and read.
+    pub(super) fn measured(rates: &[f64], difference: f64) -> Self {
+        let rounded = |x: f64, steps: f64| (x * steps).round() / steps;
+        let rates = rates.iter().map(|rate| rounded(*rate, 1e3)).collect();
+        Self::Measured(rates, rounded(difference, 1e9))
+    }
+}
+
 /// A set of options and what became of it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Entry {
