@@ -419,6 +419,7 @@ impl Decoding {
             max_seq_length: 1024,
             n_pages: 1 + batch * 1024 / PAGE,
             page_size: PAGE,
+            ..CudaOptions::default()
         };
         let weights = WeightSource::Random(1);
         let mut backend = CudaBackend::new(&gpu.device, &gpu.compiler, config, weights, options).unwrap();
