@@ -236,6 +236,13 @@ impl PolicyUpdate {
 }
 
 /// A policy that requests choose by name.
+///
+/// ```
+/// use rollout_engine::adapters::{NamedPolicy, base_policy};
+///
+/// let policy = NamedPolicy { name: "student".into(), version: base_policy() };
+/// assert_eq!(policy.version.number, 0);
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedPolicy {
     /// What [`Request::policy`](crate::Request::policy) says.

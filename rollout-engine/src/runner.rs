@@ -67,6 +67,15 @@ pub struct SlotTokens {
 }
 
 /// The policy of a sequence.
+///
+/// ```
+/// use paged_kv::Slot;
+/// use rollout_engine::runner::{SlotPolicy, Step};
+///
+/// // The sequence in slot 1 is computed under the second policy that is served.
+/// let slot_policies = vec![SlotPolicy { slot: Slot::new(1), policy: Some(1) }];
+/// assert!(Step { slot_policies, ..Step::default() }.is_empty(), "nothing to compute yet");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotPolicy {
     /// The sequence's slot.

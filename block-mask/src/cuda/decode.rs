@@ -88,6 +88,13 @@ struct Workspace {
 }
 
 /// The work of a plan, for each KV head.
+///
+/// ```
+/// use block_mask::cuda::PlannedItems;
+///
+/// let work = PlannedItems { own: 64, shared: 8 };
+/// assert!(work.shared > 0, "some rows share a prefix");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedItems {
     /// Splits of rows, without those of shared prefixes.
