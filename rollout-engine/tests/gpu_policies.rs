@@ -65,6 +65,7 @@ fn all(engine: &mut Engine, requests: &[Request]) -> Vec<Completion> {
 
 /// Sure completions are equal, and most of all.
 fn agree(name: &str, golden: &[Golden], completions: &[Completion]) {
+    assert_eq!(golden.len(), completions.len(), "{name}");
     let mut equal = 0;
     for (case, completion) in golden.iter().zip(completions) {
         let same = completion.token_ids == case.completion;
@@ -175,10 +176,14 @@ fn golden_completions_of_weights_in_4_bits() {
             }
             let got = all(&mut engine, &requests);
             let of = |i: usize| -> Vec<Completion> { got.iter().skip(i).step_by(3).cloned().collect() };
-            agree(&format!("base beside others, batch {batch}"), &base, &of(0));
+            agree(
+                &format!("base beside others, batch {batch}"),
+                &base[..requests.len() / 3],
+                &of(0),
+            );
             agree(
                 &format!("an adapter beside others, batch {batch}"),
-                &adapted,
+                &adapted[..requests.len() / 3],
                 &of(1),
             );
         }
