@@ -40,7 +40,7 @@ struct Attention {
     u32 n_slots;
     u32 max_pages;
     u32 n_positions;
-    u32 split;      // tokens, doubled for a row that would need more than `few_splits`, up to MAX_SPLIT
+    u32 split;      // tokens, more for a row that would need more than `few_splits`, up to MAX_SPLIT
     u32 few_splits;
     u32 max_splits; // what the longest row needs
     float scale; // of scores, times log2(e)
@@ -69,7 +69,9 @@ __device__ __forceinline__ AttentionRow attention_row(const Attention& p, u32 ro
         if (r.slot >= p.n_slots) r.slot = 0;
         const u32 most = p.max_pages << p.page_shift;
         if (r.slot > 0) r.length = r.position < most ? r.position + 1 : most;
-        while (r.split < MAX_SPLIT && r.length > r.split * p.few_splits) r.split *= 2;
+        // Equal splits, in granules: the blocks that share a row end together, whatever its length.
+        const u32 equal = ((r.length + p.few_splits - 1) / p.few_splits + 15) & ~15u;
+        r.split = min(max(p.split, equal), (u32)MAX_SPLIT);
         const u32 splits = r.length > 0 ? (r.length + r.split - 1) / r.split : 1;
         r.items = min(splits, p.max_splits) * p.kv_heads;
     }

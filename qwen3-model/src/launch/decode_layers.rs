@@ -345,22 +345,22 @@ impl DecodeLayersScratch {
 /// How rows are cut in attention: by how many there are and by each one's own length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Splits {
-    /// Tokens of a split of a short row.
+    /// Tokens of a split of a short row, a multiple of 16.
     tokens: usize,
-    /// Splits from which on they grow instead, up to [`MAX_SPLIT`] tokens.
+    /// Splits of a longer one, of equal length up to [`MAX_SPLIT`] tokens.
     few: usize,
 }
 
 impl Splits {
     const MOST_FEW: usize = 16;
 
-    /// For `pairs` of a row and a K/V head. A split costs a block about two microseconds besides its tokens, and a row with
-    /// several of them as much again. So there are about 128 of them in all, one for each multiprocessor, while rows have up
-    /// to 1,024 tokens: more would mean a second round.
+    /// For `pairs` of a row and a K/V head. A split costs a block about two microseconds besides its tokens, so that there
+    /// are at most 128 of them in all, one for each multiprocessor, however long the rows are: more would mean a second
+    /// round.
     fn new(pairs: usize) -> Self {
         Self {
-            tokens: (8 * pairs).next_power_of_two().clamp(64, 1024),
-            few: (128 / pairs.max(1)).clamp(2, Self::MOST_FEW),
+            tokens: 64,
+            few: (128 / pairs.max(1)).clamp(1, Self::MOST_FEW),
         }
     }
 }
@@ -685,14 +685,14 @@ mod tests {
     fn every_row_has_room_for_its_splits() {
         for pairs in [1, 8, 16, 64, 128, 1024] {
             let Splits { tokens, few } = Splits::new(pairs);
-            // The kernel doubles the tokens until the splits are few or a warp's lanes hold no more pages.
-            assert!(tokens.is_power_of_two() && (16..=MAX_SPLIT).contains(&tokens));
+            assert!(tokens % 16 == 0 && (16..=MAX_SPLIT).contains(&tokens));
             for length in [1, 63, 64, 65, 1000, 4096, 32_768, 32_769, 131_072] {
-                let mut split = tokens;
-                while split < MAX_SPLIT && length > split * few {
-                    split *= 2;
-                }
-                assert!(length.div_ceil(split) <= length.div_ceil(MAX_SPLIT).max(Splits::MOST_FEW));
+                // As the kernel finds them.
+                let equal = length.div_ceil(few).next_multiple_of(16);
+                let split = equal.max(tokens).min(MAX_SPLIT);
+                let splits = length.div_ceil(split);
+                assert!(splits <= length.div_ceil(MAX_SPLIT).max(Splits::MOST_FEW));
+                assert!(splits <= few || split == MAX_SPLIT, "{pairs} {length}");
             }
         }
     }
