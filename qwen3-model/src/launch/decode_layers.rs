@@ -686,7 +686,7 @@ mod tests {
         for pairs in [1, 8, 16, 64, 128, 1024] {
             let Splits { tokens, few } = Splits::new(pairs);
             assert!(tokens % 16 == 0 && (16..=MAX_SPLIT).contains(&tokens));
-            for length in [1, 63, 64, 65, 1000, 4096, 32_768, 32_769, 131_072] {
+            for length in [1_usize, 63, 64, 65, 1000, 4096, 32_768, 32_769, 131_072] {
                 // As the kernel finds them.
                 let equal = length.div_ceil(few).next_multiple_of(16);
                 let split = equal.max(tokens).min(MAX_SPLIT);
