@@ -7,7 +7,7 @@
 //!   the rest    works row by row anyway
 //! ```
 //!
-//! What it gives up: the persistent kernels of small decode steps, reads of a prefix for several rows at once, and the kernel
+//! What it gives up: the persistent kernels of small decode steps, the products with norms inside of middle ones, reads of a prefix for several rows at once, and the kernel
 //! that is made for prompts.
 
 use cuda_graphs::{Compiler, Matmul, MatmulOptions};
@@ -63,6 +63,7 @@ impl CudaBackend {
         self.attention
             .use_one_form(&self.stream, compiler, config, options)?;
         self.layer_kernel = None;
+        self.wide_products = None;
         self.invariant = true;
         Ok(())
     }
