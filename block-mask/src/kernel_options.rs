@@ -23,6 +23,12 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// JSON that is not a set of kernel options.
+///
+/// ```
+/// use block_mask::KernelOptionsError;
+///
+/// assert_eq!(KernelOptionsError("warps: a number is expected".into()).to_string(), "warps: a number is expected");
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct KernelOptionsError(pub String);
@@ -53,6 +59,14 @@ pub struct DecodeKernelOptions {
 }
 
 /// A form of the prefill kernel.
+///
+/// ```
+/// use block_mask::{PrefillKernel, PrefillKernelOptions};
+///
+/// let mut options = PrefillKernelOptions::default();
+/// options.kernel = Some(PrefillKernel::Mma); // on a device that would take warpgroups, too
+/// assert_ne!(options, PrefillKernelOptions::default());
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]

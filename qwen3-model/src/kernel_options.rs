@@ -66,6 +66,14 @@ impl MatrixKernelOptions {
 }
 
 /// Options of all kernels.
+///
+/// ```
+/// use qwen3_model::KernelOptions;
+///
+/// let options = KernelOptions::default();
+/// assert!(options.is_empty(), "all is left to the device's defaults");
+/// assert_eq!(options.or(KernelOptions::default()), options);
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[non_exhaustive]

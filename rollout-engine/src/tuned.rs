@@ -89,6 +89,14 @@ impl ModelShape {
 }
 
 /// What a sweep may choose; `None` leaves the default.
+///
+/// ```
+/// use rollout_engine::TunedOptions;
+///
+/// let mut options = TunedOptions::default();
+/// options.page_size = Some(64);
+/// assert!(options.kernels.is_empty(), "kernels keep their defaults");
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[non_exhaustive]
@@ -105,6 +113,21 @@ pub struct TunedOptions {
 }
 
 /// How a profile came about.
+///
+/// ```
+/// use rollout_engine::TunedBy;
+///
+/// let sweep = TunedBy {
+///     n_prompts: vec![64],
+///     max_new_tokens: 512,
+///     tokens_per_s: vec![110.0],
+///     default_tokens_per_s: vec![100.0],
+///     measured: 20,
+///     thrown_out: 1,
+///     commit: None,
+/// };
+/// assert!(sweep.tokens_per_s[0] >= sweep.default_tokens_per_s[0]);
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TunedBy {

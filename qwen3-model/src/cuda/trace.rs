@@ -13,6 +13,13 @@ use crate::{Error, Result};
 const MAX_STEPS: usize = 1 << 16;
 
 /// A decode step on the device, in milliseconds.
+///
+/// ```
+/// use qwen3_model::cuda::DecodeSpan;
+///
+/// let span = DecodeSpan { busy_ms: 2.5, gap_ms: 0.01 };
+/// assert!(span.gap_ms < 0.03 * span.busy_ms, "the device hardly waits for the host");
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DecodeSpan {
     /// From the start of the step's graph (or first kernel) to its end.
