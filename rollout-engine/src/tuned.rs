@@ -150,12 +150,24 @@ pub struct TunedBy {
 /// The best options of a device and a model's shape.
 ///
 /// ```
-/// use rollout_engine::{ModelShape, TunedProfile, TunedChoice};
 /// use qwen3_model::Qwen3Config;
+/// use rollout_engine::{ModelShape, TunedBy, TunedChoice, TunedOptions, TunedProfile};
 ///
 /// let shape = ModelShape::of(&Qwen3Config::qwen3_4b(), false);
-/// let none = TunedProfile::find(&TunedChoice::Off, "cpu", &shape)?;
-/// assert_eq!(none, None);
+/// let mut options = TunedOptions::default();
+/// options.page_size = Some(128);
+/// let by = TunedBy {
+///     n_prompts: vec![64],
+///     max_new_tokens: 512,
+///     tokens_per_s: vec![15_000.0],
+///     default_tokens_per_s: vec![14_500.0],
+///     measured: 20,
+///     thrown_out: 0,
+///     commit: None,
+/// };
+/// let profile = TunedProfile::new("a GPU".into(), shape.clone(), options, by);
+/// assert_eq!(profile.options.page_size, Some(128));
+/// assert_eq!(TunedProfile::find(&TunedChoice::Off, "a GPU", &shape)?, None);
 /// # Ok::<(), rollout_engine::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
