@@ -133,8 +133,12 @@ pub(crate) fn decode_spec(
         ..
     } = *options;
     let name = format!("decode_attention<{head_dim},{tiles}> {warps} warps {stages} stages {blocks} blocks");
-    // Two blocks of 128 threads fit with up to 255 registers. Merging splits takes most of them, for loads in flight.
-    let limits = Limits::registers(255);
+    // Two blocks of 128 threads fit with up to 255 registers. Merging splits takes most of them, for loads in flight. In the
+    // forms for few query heads the compiler leaves what a block finds out about its items in local memory, 64 bytes of it.
+    let limits = Limits {
+        stack_bytes: if tiles <= 2 { 64 } else { 0 },
+        ..Limits::registers(255)
+    };
     with_functions(
         KernelSpec::new(name, include_str!("../../kernels/decode_attention.cu")),
         functions,
