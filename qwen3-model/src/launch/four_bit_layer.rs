@@ -94,7 +94,8 @@ fn spec(columns: usize) -> KernelSpec {
     .define("DEPTH", form.depth)
     .define("X_RING", form.x_ring)
     // Later consumer devices have the copy engine too, but less than half of the shared memory.
-    .archs(Archs::Only(vec![Arch::SM_90A, Arch::SM_100A]))
+    // On 10.0 the compiler spills in the loop: products of their own are used there.
+    .archs(Archs::Only(vec![Arch::SM_90A]))
     // One block of 288 threads per multiprocessor.
     .entry("nf4_layer", limits)
 }
@@ -283,7 +284,8 @@ impl FourBitLayer {
         let blocks = info.multiprocessors as usize;
         let shared = |columns| Form::of(columns).shared_bytes();
         let most = COLUMNS.into_iter().map(shared).max().unwrap_or(0);
-        if !info.has_tma() || info.shared_bytes_per_block < most || blocks > MAX_BLOCKS {
+        let arch = Arch::of_device(info.compute_capability.0, info.compute_capability.1);
+        if arch != Arch::SM_90A || info.shared_bytes_per_block < most || blocks > MAX_BLOCKS {
             return Ok(None);
         }
         let modules = compiler.load_all(device, &specs().collect::<Vec<_>>())?;
