@@ -274,7 +274,7 @@ pub struct FourBitLayer {
 
 impl FourBitLayer {
     /// Compiles and loads the kernel, or takes it from the compiler's cache. `None` on a device that cannot run it:
-    /// without a tensor memory accelerator, with too little shared memory, or with more than [`MAX_BLOCKS`]
+    /// of another architecture than 9.0, with too little shared memory, or with more than [`MAX_BLOCKS`]
     /// multiprocessors.
     ///
     /// # Errors
