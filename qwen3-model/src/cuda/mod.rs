@@ -96,7 +96,7 @@ pub struct CudaOptions {
     pub n_pages: usize,
     /// Tokens in a page: 16, 32, 64, 128 or 256.
     pub page_size: usize,
-    /// Options of the kernels, after them those of [`KERNEL_OPTIONS_VARIABLE`](crate::KERNEL_OPTIONS_VARIABLE).
+    /// Options of the kernels, after them those of [`KERNEL_OPTIONS_VARIABLE`].
     pub kernels: KernelOptions,
 }
 
