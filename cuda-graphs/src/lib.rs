@@ -57,6 +57,7 @@ mod driver;
 mod graph_cache;
 #[cfg(feature = "cuda")]
 mod invariance;
+#[cfg(feature = "cuda")]
 mod kernel;
 #[cfg(feature = "cuda")]
 mod library;
