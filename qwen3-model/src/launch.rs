@@ -19,6 +19,7 @@ use half::bf16;
 mod four_bit;
 mod four_bit_layer;
 mod sample;
+mod stage_output;
 mod unmerged;
 mod wide_product;
 
@@ -26,14 +27,13 @@ pub use decode_layers::{
     DecodeLayers, DecodeLayersOp, DecodeLayersScratch, LayerOperands, LayersShape, MAX_BLOCKS, MAX_ROWS,
 };
 pub use four_bit::{FOUR_BIT_BLOCK, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
-pub use four_bit_layer::{
-    FOUR_BIT_LAYER_ROWS, FourBitLayer, FourBitLayerOp, FourBitStage, MAX_STAGES, StageOutput,
-};
+pub use four_bit_layer::{FOUR_BIT_LAYER_ROWS, FourBitLayer, FourBitLayerOp, FourBitStage, MAX_STAGES};
 pub use sample::{Sample, SampleRow, SampleScratch};
+pub use stage_output::StageOutput;
 pub use unmerged::{
     LowRankTerm, MAX_PARTS, PartUpdate, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables,
 };
-pub use wide_product::{WIDE_ROWS, WideOutput, WideProductOp, WideProducts};
+pub use wide_product::{WIDE_ROWS, WideProductOp, WideProducts};
 
 use crate::{Error, Qwen3Config, Result};
 

@@ -6,7 +6,7 @@ mod gpu_support;
 use cuda_graphs::DeviceBuffer;
 use gpu_support::{Gpu, assert_twice, bf16s, normals, rng, round};
 use half::bf16;
-use qwen3_model::launch::{WideOutput, WideProductOp, WideProducts};
+use qwen3_model::launch::{StageOutput, WideProductOp, WideProducts};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
@@ -92,7 +92,7 @@ fn run_residual(
         input: x.as_slice(),
         squares: None,
         eps: EPS,
-        output: WideOutput::Residual {
+        output: StageOutput::Residual {
             residual: residual.as_slice(),
             norm: norm.as_slice(),
             normed: normed.as_slice(),
@@ -135,9 +135,9 @@ fn run_scaled(
         squares: Some(squares.as_slice()),
         eps: EPS,
         output: match kind {
-            Kind::Gated => WideOutput::Gated(out_bf16.as_slice()),
-            Kind::Bf16 => WideOutput::Bf16(out_bf16.as_slice()),
-            Kind::F32 => WideOutput::F32(out_f32.as_slice()),
+            Kind::Gated => StageOutput::Gated(out_bf16.as_slice()),
+            Kind::Bf16 => StageOutput::Bf16(out_bf16.as_slice()),
+            Kind::F32 => StageOutput::F32(out_f32.as_slice()),
         },
     };
     products.run(&gpu.stream, &op).unwrap();
@@ -286,7 +286,7 @@ fn shapes_that_the_kernels_cannot_take_are_refused() {
             input: input.slice(..inputs).unwrap(),
             squares: None,
             eps: EPS,
-            output: WideOutput::F32(out.slice(..outputs).unwrap()),
+            output: StageOutput::F32(out.slice(..outputs).unwrap()),
         };
         products.run(&gpu.stream, &op).unwrap_err().to_string()
     };

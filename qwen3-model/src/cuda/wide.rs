@@ -10,7 +10,7 @@
 use cuda_graphs::{Compiler, Device, DeviceBuffer, DeviceSlice};
 
 use super::{CudaBackend, CudaOptions, Rows};
-use crate::launch::{WIDE_ROWS, WideOutput, WideProductOp, WideProducts};
+use crate::launch::{StageOutput, WIDE_ROWS, WideProductOp, WideProducts};
 use crate::{FusedMatrix, Qwen3Config, Result};
 
 /// Rows from which on these kernels are faster than cuBLASLt with kernels between, and up to which; measured on an H200.
@@ -83,8 +83,8 @@ impl CudaBackend {
         let (hidden, weights) = (config.hidden_size, &self.weights.layers[layer]);
         let normed = w.normed.slice(..rows * hidden)?;
         let squares = wide.squares(rows, hidden)?;
-        let to_residual = |norm| -> Result<WideOutput<'_>> {
-            Ok(WideOutput::Residual {
+        let to_residual = |norm| -> Result<StageOutput<'_>> {
+            Ok(StageOutput::Residual {
                 residual: w.residual.slice(..rows * hidden)?,
                 norm,
                 normed,
@@ -101,14 +101,14 @@ impl CudaBackend {
             FusedMatrix::Qkv => (
                 normed,
                 (layer > 0).then_some(squares),
-                WideOutput::Bf16(w.qkv.slice(..rows * config.qkv_size())?),
+                StageOutput::Bf16(w.qkv.slice(..rows * config.qkv_size())?),
             ),
             FusedMatrix::O => (
                 w.mixed.slice(..rows * config.q_size())?,
                 None,
                 to_residual(weights.post_attention_norm.as_slice())?,
             ),
-            FusedMatrix::GateUp => (normed, Some(squares), WideOutput::Gated(gated)),
+            FusedMatrix::GateUp => (normed, Some(squares), StageOutput::Gated(gated)),
             FusedMatrix::Down => (gated, None, to_residual(next_norm.as_slice())?),
         };
         let op = WideProductOp {
@@ -132,7 +132,7 @@ impl CudaBackend {
             input: w.normed.slice(..rows * hidden)?,
             squares: Some(wide.squares(rows, hidden)?),
             eps: config.rms_norm_eps as f32,
-            output: WideOutput::F32(w.logits.slice(..rows * config.vocab_size)?),
+            output: StageOutput::F32(w.logits.slice(..rows * config.vocab_size)?),
         };
         wide.products.run(&self.stream, &op)
     }

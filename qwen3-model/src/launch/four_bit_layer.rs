@@ -9,6 +9,7 @@ use cuda_graphs::{
 use half::bf16;
 
 use super::decode_layers::HOPPER;
+use super::stage_output::{OutputParams, StageOutput};
 use super::unmerged::{HEADER as UNMERGED, LowRankTerm, UnmergedParams};
 use super::{COMMON, FOUR_BIT_BLOCK, FourBitBuffer, MAX_BLOCKS, aligned, refuse, same, small};
 use crate::Result;
@@ -103,29 +104,6 @@ fn spec(columns: usize) -> KernelSpec {
 /// Every specialisation.
 pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
     COLUMNS.into_iter().map(spec)
-}
-
-/// What becomes of a product.
-#[derive(Debug, Clone, Copy)]
-pub enum StageOutput<'a> {
-    /// `residual += product`, `normed = bf16(residual * norm)`, and the sums of squares by which the consumer of
-    /// `normed` must scale.
-    Residual {
-        /// `[rows, N]`.
-        residual: DeviceSlice<'a, f32>,
-        /// `[N]`, weight of the norm that follows.
-        norm: DeviceSlice<'a, f32>,
-        /// `[rows, N]`.
-        normed: DeviceSlice<'a, bf16>,
-        /// `[rows, blocks]`, see [`FourBitLayer::blocks`].
-        squares: DeviceSlice<'a, f32>,
-    },
-    /// `silu(gate) * up`, the weight being gate above up; `[rows, N / 2]`.
-    Gated(DeviceSlice<'a, bf16>),
-    /// The product, `[rows, N]`.
-    Bf16(DeviceSlice<'a, bf16>),
-    /// The product, `[rows, N]`.
-    F32(DeviceSlice<'a, f32>),
 }
 
 /// One product: `output = input · weightᵀ`.
@@ -284,8 +262,7 @@ impl FourBitLayer {
         let blocks = info.multiprocessors as usize;
         let shared = |columns| Form::of(columns).shared_bytes();
         let most = COLUMNS.into_iter().map(shared).max().unwrap_or(0);
-        let arch = Arch::of_device(info.compute_capability.0, info.compute_capability.1);
-        if arch != Arch::SM_90A || info.shared_bytes_per_block < most || blocks > MAX_BLOCKS {
+        if device.arch() != Arch::SM_90A || info.shared_bytes_per_block < most || blocks > MAX_BLOCKS {
             return Ok(None);
         }
         let modules = compiler.load_all(device, &specs().collect::<Vec<_>>())?;
@@ -398,53 +375,28 @@ impl FourBitLayer {
             same("squares", squares.len(), rows * self.blocks)?;
             stream.keep_memory(squares);
         }
+        let OutputParams {
+            kind,
+            units,
+            out,
+            norm,
+            normed,
+            squares_out,
+        } = stage.output.accept(stream, rows, n, rows * self.blocks)?;
         let mut params = StageParams {
+            out,
+            norm,
+            normed,
+            squares_out,
             squares_in: stage.squares.map_or(0, |squares| squares.ptr()),
+            kind,
             columns: k as f32,
             ..Zeroable::zeroed()
         };
-        let (kind, units, halves) = match stage.output {
-            StageOutput::Residual {
-                residual,
-                norm,
-                normed,
-                squares,
-            } => {
-                same("residual", residual.len(), rows * n)?;
-                same("norm", norm.len(), n)?;
-                same("normed", normed.len(), rows * n)?;
-                same("squares", squares.len(), rows * self.blocks)?;
-                for buffer in [residual, norm, squares] {
-                    stream.keep_memory(buffer);
-                }
-                stream.keep_memory(normed);
-                params.out = residual.ptr();
-                params.norm = norm.ptr();
-                params.normed = normed.ptr();
-                params.squares_out = squares.ptr();
-                (0, n, 1)
-            }
-            StageOutput::Gated(out) => {
-                if !n.is_multiple_of(2) {
-                    return refuse("weight", format!("has {n} rows, which are no gate and up"));
-                }
-                same("output", out.len(), rows * (n / 2))?;
-                stream.keep_memory(out);
-                params.out = out.ptr();
-                (1, n / 2, 2)
-            }
-            StageOutput::Bf16(out) => {
-                same("output", out.len(), rows * n)?;
-                stream.keep_memory(out);
-                params.out = out.ptr();
-                (2, n, 1)
-            }
-            StageOutput::F32(out) => {
-                same("output", out.len(), rows * n)?;
-                stream.keep_memory(out);
-                params.out = out.ptr();
-                (3, n, 1)
-            }
+        let halves = if matches!(stage.output, StageOutput::Gated(_)) {
+            2
+        } else {
+            1
         };
         let along = k.div_ceil(BOX_COLUMNS);
         // Blocks begin at multiples of 4 rows.
@@ -453,7 +405,6 @@ impl FourBitLayer {
         if kind == 0 && boxes.passes > 1 {
             return refuse("weight", format!("has {n} rows, too many for a residual"));
         }
-        params.kind = kind;
         params.units = small("rows of the weight", units)?;
         params.boxes = small("boxes", along)?;
         params.groups = boxes.groups as u32;

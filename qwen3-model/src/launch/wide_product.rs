@@ -9,6 +9,7 @@ use cuda_graphs::{
 use half::bf16;
 
 use super::decode_layers::HOPPER;
+use super::stage_output::{OutputParams, StageOutput};
 use super::{COMMON, aligned, refuse, same, small};
 use crate::Result;
 
@@ -82,29 +83,6 @@ pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
 /// Fewest and most batch rows.
 pub const WIDE_ROWS: std::ops::RangeInclusive<usize> = 1..=FORMS[FORMS.len() - 1].columns;
 
-/// What becomes of a product.
-#[derive(Debug, Clone, Copy)]
-pub enum WideOutput<'a> {
-    /// `residual += product`, `normed = bf16(residual * norm)`, and the sums of squares by which the consumer of
-    /// `normed` must scale.
-    Residual {
-        /// `[rows, N]`.
-        residual: DeviceSlice<'a, f32>,
-        /// `[N]`, weight of the norm that follows.
-        norm: DeviceSlice<'a, f32>,
-        /// `[rows, N]`.
-        normed: DeviceSlice<'a, bf16>,
-        /// See [`WideProducts::squares_len`].
-        squares: DeviceSlice<'a, f32>,
-    },
-    /// `silu(gate) * up`, the weight being gate above up; `[rows, N / 2]`.
-    Gated(DeviceSlice<'a, bf16>),
-    /// The product, `[rows, N]`.
-    Bf16(DeviceSlice<'a, bf16>),
-    /// The product, `[rows, N]`.
-    F32(DeviceSlice<'a, f32>),
-}
-
 /// One product: `output = input · weightᵀ`.
 #[derive(Debug, Clone, Copy)]
 pub struct WideProductOp<'a> {
@@ -120,7 +98,7 @@ pub struct WideProductOp<'a> {
     /// Added to the mean square.
     pub eps: f32,
     /// Where it goes.
-    pub output: WideOutput<'a>,
+    pub output: StageOutput<'a>,
 }
 
 #[repr(C, align(64))]
@@ -195,7 +173,7 @@ impl WideProducts {
     /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
     pub fn load(compiler: &Compiler, device: &Device, max_rows: usize) -> Result<Option<Self>> {
         let info = device.info();
-        if Arch::of_device(info.compute_capability.0, info.compute_capability.1) != Arch::SM_90A {
+        if device.arch() != Arch::SM_90A {
             return Ok(None);
         }
         let needed = FORMS.iter().take_while(|form| form.columns / 2 < max_rows);
@@ -225,7 +203,7 @@ impl WideProducts {
     }
 
     /// Whether a product of `n` rows of weights and `k` columns can run here, with
-    /// [`WideOutput::Residual`] if `residual`.
+    /// [`StageOutput::Residual`] if `residual`.
     pub fn takes(&self, n: usize, k: usize, residual: bool) -> bool {
         let fits = !residual || n <= self.blocks * TILE_ROWS;
         n > 0 && k > 0 && n.is_multiple_of(16) && k.is_multiple_of(CHUNK) && fits
@@ -264,7 +242,7 @@ impl WideProducts {
         same("input", op.input.len(), rows * k)?;
         let n = op.weight.len().checked_div(k).unwrap_or(0);
         same("weight", op.weight.len(), n * k)?;
-        let residual = matches!(op.output, WideOutput::Residual { .. });
+        let residual = matches!(op.output, StageOutput::Residual { .. });
         if !self.takes(n, k, residual) {
             return refuse("weight", format!("of {n} rows of {k} columns is not possible"));
         }
@@ -281,11 +259,26 @@ impl WideProducts {
 
         let chunks = k / CHUNK;
         let deal = Deal::new(n, chunks, self.blocks, residual);
-        let mut params = WideParams {
+        let OutputParams {
+            kind,
+            units,
+            out,
+            norm,
+            normed,
+            squares_out,
+        } = op.output.accept(stream, rows, n, self.squares_len(rows, n))?;
+        let params = WideParams {
+            w_map: weight_map(op.weight, n, k, kind == 1)?,
+            x_map: input_map(op.input, rows, k, form)?,
+            out,
+            norm,
+            normed,
+            squares_out,
             squares_in: op.squares.map_or(0, |squares| squares.ptr()),
             partial: self.partial.as_slice().ptr(),
             arrived: self.arrived.as_slice().ptr(),
             rows: small("rows", rows)?,
+            units: small("columns", units)?,
             chunks: small("chunks", chunks)?,
             tiles: small("tiles", deal.tiles)?,
             split_tiles: small("tiles", deal.split_tiles)?,
@@ -295,67 +288,13 @@ impl WideProducts {
             eps: op.eps,
             ..Zeroable::zeroed()
         };
-        let (kind, units) = self.output(stream, op, n, &mut params)?;
-        params.units = small("columns", units)?;
-        params.w_map = weight_map(op.weight, n, k, kind == 1)?;
-        params.x_map = input_map(op.input, rows, k, form)?;
         let config = LaunchConfig::new(self.blocks as u32, THREADS)
             .dynamic_shared_bytes(form.shared_bytes() as u32)
             .programmatic(true);
-        // SAFETY: every buffer has the length that the kernel gives it, checked here and in `output`, and is kept by a
-        // capture; `partial` and `arrived` are made for this many blocks, all of which are resident, as `load` made sure.
-        Ok(unsafe { self.kernels[which][kind].launch(stream, &config, &params) }?)
-    }
-
-    /// Kind and columns of the output, whose addresses go to `params`.
-    fn output(
-        &self,
-        stream: &Stream,
-        op: &WideProductOp<'_>,
-        n: usize,
-        params: &mut WideParams,
-    ) -> Result<(usize, usize)> {
-        let rows = op.rows;
-        match op.output {
-            WideOutput::Residual {
-                residual,
-                norm,
-                normed,
-                squares,
-            } => {
-                same("residual", residual.len(), rows * n)?;
-                same("norm", norm.len(), n)?;
-                same("normed", normed.len(), rows * n)?;
-                same("squares", squares.len(), self.squares_len(rows, n))?;
-                for buffer in [residual, norm, squares] {
-                    stream.keep_memory(buffer);
-                }
-                stream.keep_memory(normed);
-                params.out = residual.ptr();
-                params.norm = norm.ptr();
-                params.normed = normed.ptr();
-                params.squares_out = squares.ptr();
-                Ok((0, n))
-            }
-            WideOutput::Gated(out) => {
-                same("output", out.len(), rows * (n / 2))?;
-                stream.keep_memory(out);
-                params.out = out.ptr();
-                Ok((1, n / 2))
-            }
-            WideOutput::Bf16(out) => {
-                same("output", out.len(), rows * n)?;
-                stream.keep_memory(out);
-                params.out = out.ptr();
-                Ok((2, n))
-            }
-            WideOutput::F32(out) => {
-                same("output", out.len(), rows * n)?;
-                stream.keep_memory(out);
-                params.out = out.ptr();
-                Ok((3, n))
-            }
-        }
+        // SAFETY: every buffer has the length that the kernel gives it, checked here and in `StageOutput::accept`, and is
+        // kept by a capture; `partial` and `arrived` are made for this many blocks, all of which are resident, as `load`
+        // made sure.
+        Ok(unsafe { self.kernels[which][kind as usize].launch(stream, &config, &params) }?)
     }
 }
 
