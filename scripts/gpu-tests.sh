@@ -5,6 +5,8 @@
 #     --bin DIR          run the test binaries in DIR instead of building with cargo
 #     --only-ignored     run only the tests marked as needing a GPU, not those beside them
 #     --filter TEXT      run only tests whose name contains TEXT
+#     --profile FILE     run them with the page size and kernel options of this profile, which `rollout tune` has written; the
+#                        tests of options bring their own and are left out
 #     --threads N        tests at once (default: libtest's own)
 #     --sanitizer[=TOOL] run them under compute-sanitizer instead: memcheck and racecheck, or the TOOL named. Each test is a
 #                        process of its own, several at once, with few of its cases (ROLLOUT_FEW_CASES)
@@ -20,7 +22,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-bin= collect= filter= threads= tools= timeout= allow_skips= mode=--include-ignored
+bin= collect= filter= threads= tools= profile= timeout= allow_skips= mode=--include-ignored skips=()
 jobs=$(nproc)
 logs=${OUT:+$OUT/gpu-tests}; logs=${logs:-target/gpu-tests}
 usage() { sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"; }
@@ -30,6 +32,7 @@ while [ $# -gt 0 ]; do
     --collect) collect=${2:?}; shift ;;
     --filter) filter=${2:?}; shift ;;
     --threads) threads=${2:?}; shift ;;
+    --profile) profile=$(realpath -e "${2:?}") || exit 2; shift ;;
     --logs) logs=${2:?}; shift ;;
     --timeout) timeout=${2:?}; shift ;;
     --jobs) jobs=${2:?}; shift ;;
@@ -44,6 +47,11 @@ while [ $# -gt 0 ]; do
 done
 
 [ -n "$tools" ] && timeout=${timeout:-300} || timeout=${timeout:-900}
+
+if [ -n "$profile" ]; then
+  export ROLLOUT_KERNEL_OPTIONS=$profile
+  skips=(--skip options_take_effect --skip options_that_cannot_work)
+fi
 
 # Programs among the examples that compute on a GPU and check what they get.
 examples=(custom_mask_gpu graph_per_bucket hot_refresh)
@@ -101,7 +109,7 @@ summary=
 run() { # NAME BINARY
   local name=$1 binary=$2
   local log=$logs/$name.log start=$SECONDS status
-  local arguments=("$mode" --show-output)
+  local arguments=("$mode" --show-output "${skips[@]}")
   [ -n "$threads" ] && arguments+=("--test-threads=$threads")
   [ -n "$filter" ] && arguments+=("$filter")
   timeout "$timeout" "$binary" "${arguments[@]}" >"$log" 2>&1
@@ -224,7 +232,7 @@ for binary in "${binaries[@]}"; do
 done
 
 echo
-echo "GPU tests on: $(printf '%s' "$gpus" | head -1)"
+echo "GPU tests on: $(printf '%s' "$gpus" | head -1)${profile:+, under $profile}"
 printf '%s' "$summary"
 echo "${#binaries[@]} binaries with $total_gpu GPU tests: $total_passed passed, $total_failed failed, $total_skipped skipped, $broken binaries not clean; logs in $logs"
 if [ $broken -ne 0 ] || [ $total_failed -ne 0 ]; then exit 1; fi

@@ -89,8 +89,8 @@ pub struct KernelOptions {
     pub matrix: MatrixKernelOptions,
 }
 
-/// Kernel options for every backend of the process, a JSON object with `decode`, `prefill` and `matrix`; what a backend is
-/// given itself comes first. For running tests with the options of a tuned profile.
+/// Kernel options for every backend of the process: a JSON object with `decode`, `prefill` and `matrix`, or the path of a tuned
+/// profile, as `rollout tune` writes it. What a backend is given itself comes first. For running tests under a profile.
 pub const KERNEL_OPTIONS_VARIABLE: &str = "ROLLOUT_KERNEL_OPTIONS";
 
 impl KernelOptions {
@@ -125,12 +125,33 @@ impl KernelOptions {
     /// Those of [`KERNEL_OPTIONS_VARIABLE`].
     ///
     /// # Errors
-    /// [`KernelOptionsError`] for what is no such object. Panics: none.
+    /// [`KernelOptionsError`] for what is no such object, or no such file. Panics: none.
     pub fn of_environment() -> Result<Self, KernelOptionsError> {
         match std::env::var(KERNEL_OPTIONS_VARIABLE) {
-            Ok(text) if !text.is_empty() => text.parse(),
+            Ok(text) if !text.is_empty() => Self::named(&text),
             _ => Ok(Self::default()),
         }
+    }
+
+    /// From a JSON object, or from the profile in the file of this name.
+    fn named(text: &str) -> Result<Self, KernelOptionsError> {
+        /// As far as it matters here.
+        #[derive(Deserialize)]
+        struct Profile {
+            options: Options,
+        }
+        #[derive(Deserialize)]
+        struct Options {
+            #[serde(default)]
+            kernels: KernelOptions,
+        }
+        if text.trim_start().starts_with('{') {
+            return text.parse();
+        }
+        let of_file = |problem: &dyn fmt::Display| KernelOptionsError(format!("{text}: {problem}"));
+        let profile = std::fs::read(text).map_err(|error| of_file(&error))?;
+        let profile: Profile = serde_json::from_slice(&profile).map_err(|error| of_file(&error))?;
+        Ok(profile.options.kernels)
     }
 }
 
@@ -167,5 +188,26 @@ mod tests {
         for wrong in ["{\"decoding\": {}}", "{\"matrix\": {\"warps\": 1}}", "3"] {
             assert!(wrong.parse::<KernelOptions>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn options_for_a_whole_process_are_an_object_or_the_file_of_a_profile() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("profile.json");
+        let name = path.to_str().unwrap();
+        let text = "{\"decode\": {\"warps\": 8}}";
+        let options = KernelOptions::named(text).unwrap();
+        assert_eq!(options.decode.warps, Some(8));
+        let missing = KernelOptions::named(name).unwrap_err().to_string();
+        assert!(missing.contains(name), "{missing}");
+        let profile =
+            format!("{{\"device\": \"a GPU\", \"options\": {{\"page_size\": 128, \"kernels\": {text}}}}}");
+        std::fs::write(&path, profile.replace("warps", "warp")).unwrap();
+        let wrong = KernelOptions::named(name).unwrap_err().to_string();
+        assert!(wrong.contains(name) && wrong.contains("warp"), "{wrong}");
+        std::fs::write(&path, &profile).unwrap();
+        assert_eq!(KernelOptions::named(name), Ok(options));
+        std::fs::write(&path, "{\"options\": {\"page_size\": 128}}").unwrap();
+        assert_eq!(KernelOptions::named(name), Ok(KernelOptions::default()));
     }
 }

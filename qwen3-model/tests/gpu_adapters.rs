@@ -7,7 +7,7 @@ mod gpu_support;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use gpu_support::{Gpu, config, repository, tiny};
+use gpu_support::{Gpu, config, repository, tiny, tuned};
 use half::bf16;
 use lora_merge::{
     ActiveAdapter, Adapter, AdapterConfig, DriftOptions, DriftSubject, MergedStore, TensorSlice,
@@ -73,14 +73,14 @@ fn active(name: &str) -> Vec<ActiveAdapter> {
 }
 
 fn options() -> CudaOptions {
-    CudaOptions {
+    tuned(CudaOptions {
         max_tokens: 256,
         max_batch_size: 4,
         max_seq_length: 256,
         n_pages: 65,
         page_size: 16,
         ..CudaOptions::default()
-    }
+    })
 }
 
 fn backend(gpu: &Gpu, config: &Qwen3Config, weights: WeightSource<'_>) -> CudaBackend {

@@ -6,7 +6,7 @@ mod gpu_support;
 use std::time::{Duration, Instant};
 
 use cuda_graphs::{CacheLocation, Compiler, CompilerOptions, cases, few_cases};
-use gpu_support::{Gpu, POISON, config, repository, rng};
+use gpu_support::{Gpu, POISON, config, repository, rng, tuned};
 use half::bf16;
 use lora_merge::cuda::MergeKernels;
 use paged_kv::{PageTable, Slot};
@@ -104,14 +104,14 @@ impl Rig {
 }
 
 fn options(max_batch_size: usize, page_size: usize) -> CudaOptions {
-    CudaOptions {
+    tuned(CudaOptions {
         max_tokens: 2048,
         max_batch_size,
         max_seq_length: 512,
         n_pages: 1 + max_batch_size * 512 / page_size,
         page_size,
         ..CudaOptions::default()
-    }
+    })
 }
 
 fn log_softmax(logits: &[f32]) -> Vec<f64> {

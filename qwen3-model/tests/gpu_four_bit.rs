@@ -4,7 +4,7 @@
 
 mod gpu_support;
 
-use gpu_support::{Gpu, bf16s, repository, rng};
+use gpu_support::{Gpu, bf16s, repository, rng, tuned};
 use half::bf16;
 use lora_merge::{ActiveAdapter, Adapter};
 use paged_kv::PageTable;
@@ -137,14 +137,14 @@ fn nf4() -> (Qwen3Config, Weights) {
 }
 
 fn options() -> CudaOptions {
-    CudaOptions {
+    tuned(CudaOptions {
         max_tokens: 256,
         max_batch_size: 8,
         max_seq_length: 512,
         n_pages: 65,
         page_size: 16,
         ..CudaOptions::default()
-    }
+    })
 }
 
 fn mult() -> Vec<ActiveAdapter> {

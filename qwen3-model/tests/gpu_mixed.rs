@@ -6,7 +6,7 @@ mod gpu_support;
 
 use std::time::Instant;
 
-use gpu_support::{Gpu, POISON, repository, rng};
+use gpu_support::{Gpu, POISON, repository, rng, tuned};
 use lora_merge::{ActiveAdapter, Adapter};
 use paged_kv::{PageTable, Slot};
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, SampledToken, WeightSource};
@@ -83,14 +83,14 @@ impl Rig {
         if quantized {
             weights = weights.quantized(QuantType::Nf4, false).unwrap();
         }
-        let options = CudaOptions {
+        let options = tuned(CudaOptions {
             max_tokens: 1024,
             max_batch_size: 24,
             max_seq_length: 512,
             n_pages: 1 + 24 * 512 / page_size,
             page_size,
             ..CudaOptions::default()
-        };
+        });
         let source = WeightSource::Given(&weights);
         let mut backend = CudaBackend::new(&gpu.device, &gpu.compiler, config, source, options).unwrap();
         // What nobody wrote must not be read.

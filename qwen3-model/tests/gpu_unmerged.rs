@@ -4,7 +4,7 @@
 
 mod gpu_support;
 
-use gpu_support::{Gpu, bf16s, normals, repository, rng, tiny};
+use gpu_support::{Gpu, bf16s, normals, repository, rng, tiny, tuned};
 use half::bf16;
 use lora_merge::{ActiveAdapter, Adapter};
 use paged_kv::PageTable;
@@ -177,14 +177,14 @@ fn active(name: &str) -> Vec<ActiveAdapter> {
 }
 
 fn options() -> CudaOptions {
-    CudaOptions {
+    tuned(CudaOptions {
         max_tokens: 256,
         max_batch_size: 16,
         max_seq_length: 256,
         n_pages: 257,
         page_size: 16,
         ..CudaOptions::default()
-    }
+    })
 }
 
 fn backend(gpu: &Gpu) -> CudaBackend {

@@ -189,15 +189,7 @@ impl CudaRunner {
             max_in_flight: MAX_IN_FLIGHT,
         };
         let shape = pool.resolve(config, &limits)?;
-        let options = CudaOptions {
-            // Prompts, and a row for each sequence that decodes beside them.
-            max_tokens: shape.max_prefill_tokens.saturating_add(shape.max_batch_size),
-            max_batch_size: shape.max_batch_size,
-            max_seq_length: shape.max_seq_length,
-            n_pages: shape.n_pages,
-            page_size: shape.page_size,
-            kernels: settings.kernels,
-        };
+        let options = backend_options(&shape, settings);
         let mut backend =
             CudaBackend::new(&device, &compiler, config.clone(), weights, options).map_err(|error| {
                 match error {
@@ -329,6 +321,19 @@ impl CudaRunner {
             device: self.device.clone(),
             reason: reason.into(),
         }
+    }
+}
+
+/// What the backend of a runner of this shape is asked for.
+pub(crate) fn backend_options(shape: &RunnerShape, settings: &CudaSettings) -> CudaOptions {
+    CudaOptions {
+        // Prompts, and a row for each sequence that decodes beside them.
+        max_tokens: shape.max_prefill_tokens.saturating_add(shape.max_batch_size),
+        max_batch_size: shape.max_batch_size,
+        max_seq_length: shape.max_seq_length,
+        n_pages: shape.n_pages,
+        page_size: shape.page_size,
+        kernels: settings.kernels,
     }
 }
 

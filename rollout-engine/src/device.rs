@@ -4,12 +4,12 @@ use std::path::Path;
 use std::str::FromStr;
 
 use paged_kv::{KvDtype, KvLayout};
-use qwen3_model::{Backend, CpuBackend, LoadOptions, Model, Qwen3Config, Weights};
+use qwen3_model::{Backend, CpuBackend, KernelOptions, LoadOptions, Model, Qwen3Config, Weights};
 
 use crate::Error;
 use crate::builder::RunnerSettings;
 use crate::model_runner::ModelRunner;
-use crate::pool::PoolLimits;
+use crate::pool::{PoolLimits, PoolSettings};
 use crate::runner::{Runner, RunnerMemory};
 use crate::tuned::{self, ModelShape, TunedProfile};
 
@@ -112,15 +112,25 @@ pub(crate) fn open(
     }
 }
 
+/// Sizes and kernel options as they are set, and those of the profile for this device and model where they are not.
+fn with_profile(
+    settings: &RunnerSettings,
+    device: &str,
+    model: &ModelShape,
+) -> Result<(PoolSettings, KernelOptions), Error> {
+    let (mut pool, mut kernels) = (settings.pool, settings.kernels);
+    if let Some(profile) = TunedProfile::find(&settings.tuned, device, model)? {
+        profile.apply(&mut pool, &mut kernels);
+    }
+    Ok((pool, kernels))
+}
+
 fn open_cpu(model_dir: &Path, config: &Qwen3Config, settings: &RunnerSettings) -> Result<Opened, Error> {
     let kv_dtype = settings.kv_dtype.unwrap_or(KvDtype::F32);
     let weights = open_weights(model_dir, config, settings)?;
     let quantized = weights.is_quantized();
-    let (mut pool, mut kernels) = (settings.pool, settings.kernels);
-    let model = ModelShape::of(config, quantized);
-    if let Some(profile) = TunedProfile::find(&settings.tuned, &tuned::cpu_name(), &model)? {
-        profile.apply(&mut pool, &mut kernels);
-    }
+    // Kernel options are of GPUs alone.
+    let (pool, _) = with_profile(settings, &tuned::cpu_name(), &ModelShape::of(config, quantized))?;
     let layout = KvLayout {
         n_layers: config.n_layers,
         kv_heads: config.n_kv_heads,
@@ -153,7 +163,7 @@ fn open_cuda(
     config: &Qwen3Config,
     settings: &RunnerSettings,
 ) -> Result<Opened, Error> {
-    use crate::cuda_runner::{CudaRunner, CudaSettings};
+    use crate::cuda_runner::CudaRunner;
     use qwen3_model::cuda::WeightSource;
 
     // Before the weights are read: without a GPU nothing of them is needed here.
@@ -166,21 +176,27 @@ fn open_cuda(
         });
     }
     let weights = open_weights(model_dir, config, settings)?;
-    let (mut pool, mut kernels) = (settings.pool, settings.kernels);
     let model = ModelShape::of(config, weights.is_quantized());
-    if let Some(profile) = TunedProfile::find(&settings.tuned, &tuned::gpu_name(&info), &model)? {
-        profile.apply(&mut pool, &mut kernels);
-    }
-    let cuda = CudaSettings {
+    let (pool, kernels) = with_profile(settings, &tuned::gpu_name(&info), &model)?;
+    let cuda = cuda_settings(ordinal, settings, kernels);
+    let runner = CudaRunner::open(config, WeightSource::Given(&weights), &pool, &cuda)?;
+    Ok((Box::new(runner), weights.is_quantized()))
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_settings(
+    ordinal: usize,
+    settings: &RunnerSettings,
+    kernels: KernelOptions,
+) -> crate::cuda_runner::CudaSettings {
+    crate::cuda_runner::CudaSettings {
         ordinal,
         capture: !settings.eager,
         pristine: settings.pristine,
         kernels,
         batch_invariant: settings.batch_invariant,
-        ..CudaSettings::default()
-    };
-    let runner = CudaRunner::open(config, WeightSource::Given(&weights), &pool, &cuda)?;
-    Ok((Box::new(runner), weights.is_quantized()))
+        ..Default::default()
+    }
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -194,4 +210,78 @@ fn open_cuda(
         device: DeviceChoice::Cuda(ordinal).to_string(),
         reason: "this build has no CUDA support".into(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tuned::{TunedBy, TunedChoice};
+
+    /// A file with the profile of a device and the bundled model, whose options are `options`.
+    fn profile(path: &Path, device: &str, config: &Qwen3Config, options: &str) -> TunedChoice {
+        let by = TunedBy {
+            n_prompts: vec![1],
+            max_new_tokens: 1,
+            tokens_per_s: vec![2.0],
+            default_tokens_per_s: vec![1.0],
+            measured: 2,
+            thrown_out: 0,
+            commit: None,
+        };
+        let options = serde_json::from_str(options).unwrap();
+        let profile = TunedProfile::new(device.into(), ModelShape::of(config, false), options, by);
+        TunedChoice::File(profile.write(Some(path)).unwrap())
+    }
+
+    #[test]
+    fn the_options_of_a_profile_reach_the_runner() {
+        let dir = crate::bundled::model_dir().unwrap();
+        let config = Qwen3Config::from_dir(&dir).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let options = "{\"page_size\": 32, \"max_prefill_tokens\": 96}";
+        let path = folder.path().join("cpu.json");
+        let mut settings = RunnerSettings {
+            tuned: profile(&path, &tuned::cpu_name(), &config, options),
+            ..RunnerSettings::default()
+        };
+        settings.pool.max_seq_length = Some(128);
+        let sizes = |settings: &RunnerSettings| {
+            let shape = open(DeviceChoice::Cpu, &dir, &config, settings)
+                .unwrap()
+                .runner
+                .shape();
+            (shape.page_size, shape.max_prefill_tokens)
+        };
+        assert_eq!(sizes(&settings), (32, 96));
+        settings.pool.max_prefill_tokens = Some(50);
+        assert_eq!(sizes(&settings), (32, 50), "what is set comes first");
+        settings.tuned = TunedChoice::Off;
+        assert_eq!(sizes(&settings), (64, 50));
+    }
+
+    #[test]
+    #[cfg(feature = "cuda")]
+    fn the_options_of_a_profile_reach_the_backend_of_a_gpu() {
+        let config = Qwen3Config::from_dir(&crate::bundled::model_dir().unwrap()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let kernels = "{\"decode\": {\"warps\": 8, \"stages\": 2, \"split_kv\": 1024}, \"prefill\": {\"kernel\": \"mma\"},
+            \"matrix\": {\"layer_kernel_rows\": 8}}";
+        let options = format!("{{\"page_size\": 128, \"max_prefill_tokens\": 2048, \"kernels\": {kernels}}}");
+        let mut settings = RunnerSettings {
+            tuned: profile(&folder.path().join("gpu.json"), "a GPU", &config, &options),
+            ..RunnerSettings::default()
+        };
+        let backend = |settings: &RunnerSettings| {
+            let (pool, kernels) = with_profile(settings, "a GPU", &ModelShape::of(&config, false)).unwrap();
+            let shape = pool.resolve(&config, &PoolLimits::of_this_machine(1)).unwrap();
+            crate::cuda_runner::backend_options(&shape, &cuda_settings(0, settings, kernels))
+        };
+        let options = backend(&settings);
+        assert_eq!(options.page_size, 128);
+        assert_eq!(options.max_tokens, 2048 + options.max_batch_size);
+        assert_eq!(options.kernels, kernels.parse().unwrap());
+        settings.kernels = "{\"decode\": {\"warps\": 4}}".parse().unwrap();
+        let decode = backend(&settings).kernels.decode;
+        assert_eq!((decode.warps, decode.split_kv), (Some(4), Some(1024)));
+    }
 }

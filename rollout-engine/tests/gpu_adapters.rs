@@ -3,25 +3,16 @@
 
 mod gpu_support;
 
-use std::path::PathBuf;
-
 use cuda_graphs::cases;
-use gpu_support::{CLOSE, Golden, bundled_model, repository};
+use gpu_support::{CLOSE, Golden, adapter, bundled_model, pool};
 use lora_merge::{ActiveAdapter, Adapter, DriftOptions, verify_no_drift};
 use rollout_engine::{AdapterSource, DeviceChoice, Engine, Error, MergeMode, Request};
-
-fn adapter(name: &str) -> PathBuf {
-    repository().join("fixtures/adapters").join(name)
-}
 
 fn engine(mode: MergeMode) -> Result<Engine, Error> {
     Engine::builder()
         .model(bundled_model())
         .device(DeviceChoice::Cuda(0))
-        .max_batch_size(16)
-        .n_pages(1 + 16 * 8)
-        .max_seq_length(512)
-        .max_prefill_tokens(1024)
+        .pool(pool(16, 64, 1 + 16 * 8, 1024))
         .merge_mode(mode)
         .build()
 }

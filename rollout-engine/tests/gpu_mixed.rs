@@ -2,13 +2,15 @@
 #![cfg(feature = "cuda")]
 #![expect(clippy::print_stdout, reason = "tests on a GPU print what they measured")]
 
+mod gpu_support;
+
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use gpu_support::tiny;
 use lora_merge::{ActiveAdapter, Adapter};
 use qwen3_model::cuda::WeightSource;
-use qwen3_model::{MergeMode, QuantType, Qwen3Config, Weights};
+use qwen3_model::{MergeMode, QuantType, Qwen3Config};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rollout_engine::cuda_runner::{CudaRunner, CudaSettings};
@@ -23,16 +25,6 @@ fn device() -> MutexGuard<'static, ()> {
     DEVICE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
-fn repository() -> PathBuf {
-    let built = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
-    let places = [built, PathBuf::from("."), PathBuf::from("..")];
-    let found = places
-        .into_iter()
-        .find(|place| place.join("fixtures/golden").is_dir());
-    found.expect("run this in the repository, which holds fixtures/golden")
-}
-
 fn settings(mixed_steps: bool) -> CudaSettings {
     CudaSettings {
         mixed_steps,
@@ -41,28 +33,19 @@ fn settings(mixed_steps: bool) -> CudaSettings {
 }
 
 fn scheduler(mixed_steps: bool, pool: &PoolSettings, quantized: bool) -> Scheduler<CudaRunner> {
-    let dir = repository().join("rollout-engine/models/tiny-qwen3-math");
-    let config = Qwen3Config::from_dir(&dir).unwrap();
-    let mut weights = Weights::open(&dir, &config).unwrap();
+    let (config, mut weights, eos) = tiny();
     if quantized {
         weights = weights.quantized(QuantType::Nf4, false).unwrap();
     }
     let source = WeightSource::Given(&weights);
     let runner = CudaRunner::open(&config, source, pool, &settings(mixed_steps)).unwrap();
-    let generation = qwen3_model::GenerationConfig::from_dir(&dir).unwrap().unwrap();
-    let mut scheduler = Scheduler::new(runner, generation.eos_token_ids).unwrap();
+    let mut scheduler = Scheduler::new(runner, eos).unwrap();
     scheduler.set_mixed_prefill_tokens(40);
     scheduler
 }
 
 fn pool(batch: usize, page_size: usize, n_pages: usize) -> PoolSettings {
-    PoolSettings {
-        max_batch_size: Some(batch),
-        max_seq_length: Some(512),
-        n_pages: Some(n_pages),
-        page_size: Some(page_size),
-        max_prefill_tokens: Some(128),
-    }
+    gpu_support::pool(batch, page_size, n_pages, 128)
 }
 
 /// Prompt, sampling, completions.
@@ -170,7 +153,7 @@ fn both(
     let [(one, a), (two, b)] = [true, false].map(|mixed_steps| {
         let mut scheduler = scheduler(mixed_steps, pool, quantized);
         if let Some(name) = adapter {
-            let path = repository().join("fixtures/adapters").join(name);
+            let path = gpu_support::adapter(name);
             let active = [ActiveAdapter::new(Adapter::load(path).unwrap())];
             let mut events = Vec::new();
             scheduler

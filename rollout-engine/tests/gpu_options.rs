@@ -2,34 +2,17 @@
 //! and the device does not wait for the host.
 #![cfg(feature = "cuda")]
 
-use std::path::PathBuf;
+mod gpu_support;
 
+use gpu_support::{pool, tiny};
 use qwen3_model::cuda::{DecodeRow, Stage, WeightSource};
-use qwen3_model::{KernelOptions, Qwen3Config, Weights};
+use qwen3_model::{KernelOptions, Qwen3Config};
 use rollout_engine::cuda_runner::{CudaRunner, CudaSettings};
 use rollout_engine::{Error, Event, PoolSettings, SamplingParams, Scheduler, TokenCompletion};
 
-/// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
-fn repository() -> PathBuf {
-    let built = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
-    let places = [built, PathBuf::from("."), PathBuf::from("..")];
-    let found = places
-        .into_iter()
-        .find(|place| place.join("fixtures/golden").is_dir());
-    found.expect("run this in the repository, which holds fixtures/golden")
-}
-
 fn open(kernels: &str) -> Result<CudaRunner, Error> {
-    let dir = repository().join("rollout-engine/models/tiny-qwen3-math");
-    let config = Qwen3Config::from_dir(&dir).unwrap();
-    let weights = Weights::open(&dir, &config).unwrap();
-    let pool = PoolSettings {
-        max_batch_size: Some(32),
-        max_seq_length: Some(512),
-        n_pages: Some(600),
-        page_size: Some(64),
-        max_prefill_tokens: Some(2048),
-    };
+    let (config, weights, _) = tiny();
+    let pool = pool(32, 64, 600, 2048);
     let settings = CudaSettings {
         kernels: kernels.parse().unwrap(),
         ..CudaSettings::default()

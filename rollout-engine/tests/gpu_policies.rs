@@ -1,58 +1,21 @@
 //! Policies by name, and weights in 4 bits, through the engine on a GPU: in graphs, several policies in one batch.
 #![cfg(feature = "cuda")]
 
-use std::path::PathBuf;
+mod gpu_support;
 
+use gpu_support::{CLOSE, Golden, adapter, pool, repository};
 use rollout_engine::{Completion, DeviceChoice, Engine, MergeMode, Request};
 
-/// Where the reference's two best logits are nearer than this, a bf16 engine may choose the other token.
-const CLOSE: f64 = 0.05;
 const NAMES: [&str; 4] = ["mult-r32", "qv-r8", "lorabias-r4", "dora-r8"];
-
-/// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
-fn repository() -> PathBuf {
-    let built = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
-    let places = [built, PathBuf::from("."), PathBuf::from("..")];
-    let found = places
-        .into_iter()
-        .find(|place| place.join("fixtures/golden").is_dir());
-    found.expect("run this in the repository, which holds fixtures/golden")
-}
-
-fn adapter(name: &str) -> PathBuf {
-    repository().join("fixtures/adapters").join(name)
-}
 
 fn engine(model: &str, batch: usize) -> Engine {
     Engine::builder()
         .model(repository().join(model))
         .device(DeviceChoice::Cuda(0))
-        .max_batch_size(batch)
-        .n_pages(1 + batch * 8)
-        .max_seq_length(512)
-        .max_prefill_tokens(1024)
+        .pool(pool(batch, 64, 1 + batch * 8, 1024))
         .merge_mode(MergeMode::Unmerged)
         .build()
         .expect("builds")
-}
-
-struct Golden {
-    prompt: Vec<u32>,
-    completion: Vec<u32>,
-    gap: f64,
-}
-
-fn golden(name: &str) -> Vec<Golden> {
-    let path = repository().join(format!("fixtures/golden/greedy-{name}.json"));
-    let cases: Vec<serde_json::Value> =
-        serde_json::from_slice(&std::fs::read(path).expect("readable")).expect("JSON");
-    let ids = |value: &serde_json::Value| -> Vec<u32> { serde_json::from_value(value.clone()).expect("ids") };
-    let case = |case: &serde_json::Value| Golden {
-        prompt: ids(&case["prompt_ids"]),
-        completion: ids(&case["completion_ids"]),
-        gap: case["min_top2_logit_gap"].as_f64().expect("a gap"),
-    };
-    cases.iter().map(case).collect()
 }
 
 fn all(engine: &mut Engine, requests: &[Request]) -> Vec<Completion> {
@@ -90,7 +53,7 @@ fn policies_of_one_batch_are_those_of_being_alone() {
     together
         .serve_policies(NAMES.map(|name| (name, adapter(name))))
         .expect("serves");
-    let goldens = NAMES.map(golden);
+    let goldens = NAMES.map(Golden::all);
     let least = goldens.iter().map(Vec::len).min().expect("some");
     let mut requests = Vec::new();
     for i in 0..least {
@@ -151,7 +114,7 @@ fn golden_completions_of_weights_in_4_bits() {
                 Some((_, name)) => drop(engine.load_adapter(adapter(name)).expect("loads")),
                 None => drop(engine.unload_adapters().expect("unloads")),
             }
-            let mut golden = golden(name);
+            let mut golden = Golden::all(name);
             golden.truncate(if batch == 1 { 4 } else { 64 });
             let requests: Vec<_> = golden
                 .iter()
@@ -164,7 +127,7 @@ fn golden_completions_of_weights_in_4_bits() {
             engine
                 .serve_policies([("mult", adapter("mult-r32")), ("qv", adapter("qv-r8"))])
                 .expect("serves");
-            let (base, adapted) = (golden("nf4"), golden("nf4+mult-r32"));
+            let (base, adapted) = (Golden::all("nf4"), Golden::all("nf4+mult-r32"));
             let prompt = |case: &Golden| Request::token_ids(case.prompt.clone()).max_new_tokens(400);
             let mut requests = Vec::new();
             for (base, adapted) in base.iter().zip(&adapted) {

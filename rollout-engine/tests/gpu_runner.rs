@@ -7,9 +7,9 @@ mod gpu_support;
 use std::collections::BTreeMap;
 
 use cuda_graphs::few_cases;
-use gpu_support::{CLOSE, Golden, bundled_model};
+use gpu_support::{CLOSE, Golden, profile, tiny};
+use qwen3_model::KernelOptions;
 use qwen3_model::cuda::WeightSource;
-use qwen3_model::{Qwen3Config, Weights};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rollout_engine::cuda_runner::{CudaRunner, CudaSettings};
@@ -26,22 +26,13 @@ fn scheduler(pool: PoolSettings, capture: bool) -> Scheduler<CudaRunner> {
 }
 
 fn scheduler_with(pool: PoolSettings, settings: CudaSettings) -> Scheduler<CudaRunner> {
-    let dir = bundled_model();
-    let config = Qwen3Config::from_dir(&dir).unwrap();
-    let weights = Weights::open(&dir, &config).unwrap();
+    let (config, weights, eos) = tiny();
     let runner = CudaRunner::open(&config, WeightSource::Given(&weights), &pool, &settings).unwrap();
-    let generation = qwen3_model::GenerationConfig::from_dir(&dir).unwrap().unwrap();
-    Scheduler::new(runner, generation.eos_token_ids).unwrap()
+    Scheduler::new(runner, eos).unwrap()
 }
 
 fn pool(batch: usize, page_size: usize, n_pages: usize) -> PoolSettings {
-    PoolSettings {
-        max_batch_size: Some(batch),
-        max_seq_length: Some(512),
-        n_pages: Some(n_pages),
-        page_size: Some(page_size),
-        max_prefill_tokens: Some(2048),
-    }
+    gpu_support::pool(batch, page_size, n_pages, 2048)
 }
 
 /// Runs all requests to their end. Every page must be free then.
@@ -136,6 +127,25 @@ fn golden_run(scheduler: &mut Scheduler<CudaRunner>, what: &str, goldens: &[&Gol
         goldens.iter().map(|golden| (golden.prompt.clone(), greedy(400))),
     );
     assert_golden(what, goldens, &completions)
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn the_profile_that_tests_run_under_is_in_force() {
+    let scheduler = scheduler(pool(4, 64, 40), false);
+    let backend = scheduler.runner().backend();
+    let given = KernelOptions::of_environment().unwrap();
+    let (decode, prefill) = backend.attention_options();
+    println!(
+        "{given:?}: pages of {} tokens, {decode:?}, {prefill:?}",
+        backend.options().page_size
+    );
+    assert_eq!(backend.options().kernels, given);
+    assert_eq!(decode.warps, given.decode.warps.unwrap_or(decode.warps));
+    assert_eq!(decode.stages, given.decode.stages.unwrap_or(decode.stages));
+    assert_eq!(decode.split, given.decode.split_kv.or(decode.split));
+    assert_eq!(prefill.block_n, given.prefill.block_n.unwrap_or(prefill.block_n));
+    assert_eq!(backend.options().page_size, profile::pages(40, 64).1);
 }
 
 #[test]

@@ -5,8 +5,11 @@
     reason = "a module of several test binaries, each of which uses its own part"
 )]
 
+mod profile;
+
 use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
 use half::bf16;
+use qwen3_model::cuda::CudaOptions;
 use qwen3_model::launch::Kernels;
 use qwen3_model::{Qwen3Config, Weights};
 use rand::{Rng, SeedableRng};
@@ -47,6 +50,12 @@ impl Gpu {
     pub fn get<T: bytemuck::Pod>(&self, buffer: &DeviceBuffer<T>) -> Vec<T> {
         self.stream.download(buffer).expect("a download")
     }
+}
+
+/// These options, with pages of the size of the tuned profile that the tests run under, if there is one.
+pub fn tuned(mut options: CudaOptions) -> CudaOptions {
+    (options.n_pages, options.page_size) = profile::pages(options.n_pages, options.page_size);
+    options
 }
 
 /// A small model of these widths.

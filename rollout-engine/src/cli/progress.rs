@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::io::IsTerminal;
 use std::sync::Mutex;
+#[cfg(feature = "cuda")]
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -52,10 +53,12 @@ impl Progress {
 }
 
 /// Shows how far a sweep is, of its time limit if it has one.
+#[cfg(feature = "cuda")]
 pub(super) struct Steps {
     bar: ProgressBar,
 }
 
+#[cfg(feature = "cuda")]
 impl Steps {
     pub(super) fn new(limit: Option<Duration>) -> Self {
         let bar = match limit {

@@ -88,6 +88,7 @@ impl DrawArgs {
     }
 
     /// Parameters of a workload in which every completion has `max_new_tokens` tokens.
+    #[cfg(feature = "cuda")]
     pub(super) fn workload(&self, max_new_tokens: usize) -> Result<SamplingParams, CliError> {
         let params = SamplingParams {
             max_new_tokens,

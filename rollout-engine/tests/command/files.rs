@@ -1,5 +1,6 @@
 //! Output that cannot be written, or must not be.
 
+use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -61,20 +62,52 @@ fn output_over_a_file_that_is_read_is_refused_and_leaves_it_as_it_is() {
 
 #[test]
 fn a_reader_that_goes_away_ends_the_run_without_noise() {
-    let mut child = command(&["generate", "--device", "cpu", "--output", "-"])
-        .spawn()
-        .expect("starts");
-    drop(child.stdout.take());
+    // More than a pipe holds: however late the reader goes, the command has not written everything by then.
+    let dir = folder();
+    let prompts = write(dir.path(), "in.jsonl", "{\"prompt\": \"Count\"}\n".repeat(200));
+    let mut child = command(&[
+        "generate",
+        "--device",
+        "cpu",
+        "--prompts",
+        &prompts,
+        "--output",
+        "-",
+    ])
+    .spawn()
+    .expect("starts");
+    let mut first = [0];
+    let mut reader = child.stdout.take().expect("a pipe");
+    reader.read_exact(&mut first).expect("something is written");
+    drop(reader);
     let outcome = finish(child);
     assert_eq!(
-        (outcome.code, outcome.stderr.as_str()),
-        (Some(141), ""),
+        (first, outcome.code, outcome.stderr.as_str()),
+        ([b'{'], Some(141), ""),
         "as of a program that SIGPIPE ended"
     );
-    let mut child = command(&["generate", "--help"]).spawn().expect("starts");
-    drop(child.stdout.take());
-    let outcome = finish(child);
-    assert_eq!((outcome.code, outcome.stderr.as_str()), (Some(141), ""), "help");
+    // Little output: the reader has gone before the command begins.
+    for args in [
+        &["generate", "--help"][..],
+        &[
+            "generate",
+            "--device",
+            "cpu",
+            "--max-new-tokens",
+            "1",
+            "--output",
+            "-",
+        ],
+    ] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let outcome = finish(command(args).stdout(writer).spawn().expect("starts"));
+        assert_eq!(
+            (outcome.code, outcome.stderr.as_str()),
+            (Some(141), ""),
+            "{args:?}"
+        );
+    }
 }
 
 #[test]

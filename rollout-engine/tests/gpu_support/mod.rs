@@ -5,7 +5,13 @@
     reason = "a module of several test binaries, each of which uses its own part"
 )]
 
+#[path = "../../../qwen3-model/tests/gpu_support/profile.rs"]
+pub mod profile;
+
 use std::path::PathBuf;
+
+use qwen3_model::{GenerationConfig, Qwen3Config, Weights};
+use rollout_engine::PoolSettings;
 
 /// Where the reference's two best logits are nearer than this, a bf16 engine may choose the other one.
 pub const CLOSE: f64 = 0.05;
@@ -57,4 +63,34 @@ pub fn repository() -> PathBuf {
 /// The folder of the bundled model.
 pub fn bundled_model() -> PathBuf {
     repository().join("rollout-engine/models/tiny-qwen3-math")
+}
+
+/// The bundled model: its configuration, its weights and the ids that end a completion.
+pub fn tiny() -> (Qwen3Config, Weights, Vec<u32>) {
+    let dir = bundled_model();
+    let config = Qwen3Config::from_dir(&dir).unwrap();
+    let weights = Weights::open(&dir, &config).unwrap();
+    let generation = GenerationConfig::from_dir(&dir).unwrap().unwrap();
+    (config, weights, generation.eos_token_ids)
+}
+
+/// The folder of an adapter of the fixtures.
+pub fn adapter(name: &str) -> PathBuf {
+    repository().join("fixtures/adapters").join(name)
+}
+
+/// Sizes of a pool. Pages of the usual size have that of the tuned profile that the tests run under, if there is one; other
+/// sizes are what a test is about.
+pub fn pool(batch: usize, page_size: usize, n_pages: usize, max_prefill_tokens: usize) -> PoolSettings {
+    let (n_pages, page_size) = match page_size {
+        64 => profile::pages(n_pages, page_size),
+        _ => (n_pages, page_size),
+    };
+    PoolSettings {
+        max_batch_size: Some(batch),
+        max_seq_length: Some(512),
+        n_pages: Some(n_pages),
+        page_size: Some(page_size),
+        max_prefill_tokens: Some(max_prefill_tokens),
+    }
 }
