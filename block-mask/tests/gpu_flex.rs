@@ -61,8 +61,19 @@ impl Problem {
     }
 
     fn run(&self, gpu: &Gpu, placed: &Placed, mask: &BlockMask<Physical>) -> (Vec<bf16>, Vec<f32>) {
+        self.try_run(gpu, placed, mask, mask.mask_mod()).unwrap()
+    }
+
+    /// With a kernel for `mask_mod`.
+    fn try_run(
+        &self,
+        gpu: &Gpu,
+        placed: &Placed,
+        mask: &BlockMask<Physical>,
+        mask_mod: &MaskMod,
+    ) -> Result<(Vec<bf16>, Vec<f32>), CudaError> {
         let stream = &gpu.stream;
-        let attention = self.attention(gpu, mask.mask_mod()).unwrap();
+        let attention = self.attention(gpu, mask_mod).unwrap();
         let on_device = DeviceBlockMask::new(stream, mask).unwrap();
         let q = DeviceBuffer::from_slice(stream, &self.q).unwrap();
         let out = DeviceBuffer::<bf16>::filled_with_bytes(&gpu.device, self.q.len(), 0xff).unwrap();
@@ -76,8 +87,8 @@ impl Problem {
             k: placed.k.as_slice(),
             v: placed.v.as_slice(),
         };
-        attention.run(stream, &on_device, &args).unwrap();
-        (stream.download(&out).unwrap(), stream.download(&lse).unwrap())
+        attention.run(stream, &on_device, &args)?;
+        Ok((stream.download(&out).unwrap(), stream.download(&lse).unwrap()))
     }
 
     /// Against what the lists and the function say, cell by cell.
@@ -309,24 +320,15 @@ fn rows_that_may_see_nothing_are_refused_the_kernel_without_guards() {
             problem.compare(&mask, &result, "a causal mask");
             continue;
         }
-        let attention = problem.attention(&gpu, mask.mask_mod()).unwrap();
-        let on_device = DeviceBlockMask::new(&gpu.stream, &mask).unwrap();
-        let buffer = DeviceBuffer::from_slice(&gpu.stream, &problem.q).unwrap();
-        let args = FlexArgs {
-            q: buffer.as_slice(),
-            out: buffer.as_slice(),
-            layout: problem.layout,
-            lse: None,
-            k: placed.k.as_slice(),
-            v: placed.v.as_slice(),
-        };
-        let refused = attention.run(&gpu.stream, &on_device, &args);
+        let refused = problem
+            .try_run(&gpu, &placed, &mask, mask.mask_mod())
+            .unwrap_err();
         assert!(matches!(
             refused,
-            Err(CudaError::OptionRefused {
+            CudaError::OptionRefused {
                 option: "rows_guaranteed_safe",
                 ..
-            })
+            }
         ));
     }
 }
@@ -356,24 +358,15 @@ fn contiguous_blocks_are_stepped_through_only_where_they_were_checked() {
         // Where pages lie in turns the same kernel would read other sequences' keys: it is not run.
         let scattered = problem.sequences.place(&gpu, &mut random);
         let mask = logical.to_physical(&scattered.table, &scattered.slots).unwrap();
-        let attention = problem.attention(&gpu, mask.mask_mod()).unwrap();
-        let on_device = DeviceBlockMask::new(&gpu.stream, &mask).unwrap();
-        let buffer = DeviceBuffer::from_slice(&gpu.stream, &problem.q).unwrap();
-        let args = FlexArgs {
-            q: buffer.as_slice(),
-            out: buffer.as_slice(),
-            layout: problem.layout,
-            lse: None,
-            k: scattered.k.as_slice(),
-            v: scattered.v.as_slice(),
-        };
-        let refused = attention.run(&gpu.stream, &on_device, &args);
+        let refused = problem
+            .try_run(&gpu, &scattered, &mask, mask.mask_mod())
+            .unwrap_err();
         assert!(matches!(
             refused,
-            Err(CudaError::OptionRefused {
+            CudaError::OptionRefused {
                 option: "blocks_are_contiguous",
                 ..
-            })
+            }
         ));
     }
 }
@@ -396,19 +389,10 @@ fn a_mask_of_another_function_is_refused() {
     };
     let mask = BlockMask::from_kv_blocks(shape, &lists, MaskMod::causal()).unwrap();
     let mask = mask.to_physical(&placed.table, &placed.slots).unwrap();
-    let on_device = DeviceBlockMask::new(&gpu.stream, &mask).unwrap();
-    let buffer = DeviceBuffer::from_slice(&gpu.stream, &problem.q).unwrap();
-    let args = FlexArgs {
-        q: buffer.as_slice(),
-        out: buffer.as_slice(),
-        layout: problem.layout,
-        lse: None,
-        k: placed.k.as_slice(),
-        v: placed.v.as_slice(),
-    };
-    let attention = problem.attention(&gpu, &MaskMod::causal()).unwrap();
-    let refused = attention.run(&gpu.stream, &on_device, &args);
-    assert!(matches!(refused, Err(CudaError::OtherFunction { .. })));
+    let refused = problem
+        .try_run(&gpu, &placed, &mask, &MaskMod::causal())
+        .unwrap_err();
+    assert!(matches!(refused, CudaError::OtherFunction { .. }));
     // With the mask's own function the cut block is seen as far as the sequence goes.
     let result = problem.run(&gpu, &placed, &mask);
     problem.compare(&mask, &result, "a cut full block");

@@ -138,83 +138,115 @@ impl Queries {
     }
 }
 
-fn run(
-    gpu: &Gpu,
-    setup: &Setup,
-    attention: &mut PrefillAttention,
-    sequences: &Sequences,
-    placed: &Placed,
-    queries: &Queries,
-    chunks: &[PrefillChunk],
-) -> (Vec<bf16>, Vec<f32>) {
-    let (stream, heads) = (&gpu.stream, setup.heads(sequences));
-    let q = DeviceBuffer::from_slice(stream, &queries.values).unwrap();
-    let n = queries.n * heads;
-    let out = DeviceBuffer::<bf16>::filled_with_bytes(&gpu.device, n * sequences.head_dim, 0xff).unwrap();
-    let lse = DeviceBuffer::<f32>::filled_with_bytes(&gpu.device, n, 0xff).unwrap();
-    let plan = attention.plan(stream, chunks).unwrap();
-    let args = PrefillArgs {
-        q: q.as_slice(),
-        q_token_stride: queries.stride,
-        k: placed.k.as_slice(),
-        v: placed.v.as_slice(),
-        page_table: placed.rows.as_slice(),
-        out: out.as_slice(),
-        lse: Some(lse.as_slice()),
-    };
-    plan.run(stream, &args).unwrap();
-    (stream.download(&out).unwrap(), stream.download(&lse).unwrap())
+/// Queries of sequences that lie at random places, in chunks.
+struct Case<'a> {
+    gpu: &'a Gpu,
+    setup: &'a Setup,
+    sequences: &'a Sequences,
+    queries: &'a Queries,
+    placed: Placed,
+    chunks: Vec<PrefillChunk>,
 }
 
-fn compare(
-    setup: &Setup,
-    sequences: &Sequences,
-    queries: &Queries,
-    chunks: &[PrefillChunk],
-    placed: &Placed,
-    (out, lse): &(Vec<bf16>, Vec<f32>),
-    what: &str,
-) {
-    let (d, heads) = (sequences.head_dim, setup.heads(sequences));
-    let scale = setup.scale.unwrap_or(1.0 / (d as f32).sqrt());
-    let mut errors = Errors::default();
-    for (b, chunk) in chunks.iter().enumerate() {
-        let i = placed.slots.iter().position(|slot| *slot == chunk.slot).unwrap();
-        for token in 0..chunk.q_len {
-            let (row, position) = (chunk.q_start + token, chunk.position + token);
-            for h in 0..heads {
-                let score = |score: f32, kv: usize| {
-                    let seen = kv <= position && setup.window.is_none_or(|window| position < kv + window);
-                    let allowed = seen
-                        && setup
-                            .mask
-                            .as_ref()
-                            .is_none_or(|mask| mask.allows(b, h, position, kv));
-                    allowed.then(|| {
-                        setup
-                            .score
-                            .as_ref()
-                            .map_or(score, |f| f.eval(score, b, h, position, kv))
-                    })
-                };
-                let q = &queries.values[row * queries.stride + h * d..][..d];
-                let answer = sequences.attend(i, h / setup.group, q, scale, &score);
-                let at = row * heads + h;
-                errors.add(
-                    &format!("{what}, row {row}, head {h}"),
-                    &out[at * d..][..d],
-                    Some(lse[at]),
-                    &answer,
-                );
-            }
+impl<'a> Case<'a> {
+    fn new(
+        gpu: &'a Gpu,
+        setup: &'a Setup,
+        sequences: &'a Sequences,
+        queries: &'a Queries,
+        random: &mut Random,
+        cut: bool,
+    ) -> Self {
+        let placed = sequences.place(gpu, random);
+        let chunks = queries.chunks(random, sequences, &placed, cut);
+        Self {
+            gpu,
+            setup,
+            sequences,
+            queries,
+            placed,
+            chunks,
         }
     }
-    errors.check(what);
-    let gap = queries.rows.first().copied().unwrap_or(0) * heads * d;
-    assert!(
-        out[..gap].iter().all(|x| x.to_bits() == 0xffff),
-        "{what}: rows of no chunk were written"
-    );
+
+    fn run(&self, attention: &mut PrefillAttention) -> (Vec<bf16>, Vec<f32>) {
+        let Self {
+            gpu,
+            sequences,
+            queries,
+            placed,
+            ..
+        } = self;
+        let (stream, heads) = (&gpu.stream, self.setup.heads(sequences));
+        let q = DeviceBuffer::from_slice(stream, &queries.values).unwrap();
+        let n = queries.n * heads;
+        let out = DeviceBuffer::<bf16>::filled_with_bytes(&gpu.device, n * sequences.head_dim, 0xff).unwrap();
+        let lse = DeviceBuffer::<f32>::filled_with_bytes(&gpu.device, n, 0xff).unwrap();
+        let plan = attention.plan(stream, &self.chunks).unwrap();
+        let args = PrefillArgs {
+            q: q.as_slice(),
+            q_token_stride: queries.stride,
+            k: placed.k.as_slice(),
+            v: placed.v.as_slice(),
+            page_table: placed.rows.as_slice(),
+            out: out.as_slice(),
+            lse: Some(lse.as_slice()),
+        };
+        plan.run(stream, &args).unwrap();
+        (stream.download(&out).unwrap(), stream.download(&lse).unwrap())
+    }
+
+    /// Runs the chunks and compares with f64.
+    fn check(&self, attention: &mut PrefillAttention, what: &str) {
+        let Self {
+            setup,
+            sequences,
+            queries,
+            placed,
+            ..
+        } = self;
+        let (out, lse) = &self.run(attention);
+        let (d, heads) = (sequences.head_dim, setup.heads(sequences));
+        let scale = setup.scale.unwrap_or(1.0 / (d as f32).sqrt());
+        let mut errors = Errors::default();
+        for (b, chunk) in self.chunks.iter().enumerate() {
+            let i = placed.slots.iter().position(|slot| *slot == chunk.slot).unwrap();
+            for token in 0..chunk.q_len {
+                let (row, position) = (chunk.q_start + token, chunk.position + token);
+                for h in 0..heads {
+                    let score = |score: f32, kv: usize| {
+                        let seen = kv <= position && setup.window.is_none_or(|window| position < kv + window);
+                        let allowed = seen
+                            && setup
+                                .mask
+                                .as_ref()
+                                .is_none_or(|mask| mask.allows(b, h, position, kv));
+                        allowed.then(|| {
+                            setup
+                                .score
+                                .as_ref()
+                                .map_or(score, |f| f.eval(score, b, h, position, kv))
+                        })
+                    };
+                    let q = &queries.values[row * queries.stride + h * d..][..d];
+                    let answer = sequences.attend(i, h / setup.group, q, scale, &score);
+                    let at = row * heads + h;
+                    errors.add(
+                        &format!("{what}, row {row}, head {h}"),
+                        &out[at * d..][..d],
+                        Some(lse[at]),
+                        &answer,
+                    );
+                }
+            }
+        }
+        errors.check(what);
+        let gap = queries.rows.first().copied().unwrap_or(0) * heads * d;
+        assert!(
+            out[..gap].iter().all(|x| x.to_bits() == 0xffff),
+            "{what}: rows of no chunk were written"
+        );
+    }
 }
 
 fn random_sequences(random: &mut Random, head_dim: usize) -> Sequences {
@@ -263,30 +295,12 @@ fn random_chunks_and_options_stay_within_twice_the_error_of_bf16() {
             Err(CudaError::OptionRefused { .. }) => continue,
             made => made.unwrap(),
         };
-        let placed = sequences.place(&gpu, &mut random);
         let starts = random_starts(&mut random, &sequences);
         let gap = random.below(5);
         let queries = Queries::new(&mut random, &setup, &sequences, starts, gap);
         let cut = random.below(2) == 0;
-        let chunks = queries.chunks(&mut random, &sequences, &placed, cut);
-        let result = run(
-            &gpu,
-            &setup,
-            &mut attention,
-            &sequences,
-            &placed,
-            &queries,
-            &chunks,
-        );
-        compare(
-            &setup,
-            &sequences,
-            &queries,
-            &chunks,
-            &placed,
-            &result,
-            &format!("seed {seed}"),
-        );
+        let case = Case::new(&gpu, &setup, &sequences, &queries, &mut random, cut);
+        case.check(&mut attention, &format!("seed {seed}"));
     }
 }
 
@@ -303,20 +317,10 @@ fn every_ratio_of_query_to_kv_heads_and_every_page_size() {
             let sequences = Sequences::new(&mut random, 2, head_dim, 16 << (group % 5), &[70, 33]);
             let setup = Setup::with(group, form);
             let mut attention = setup.attention(&gpu, &sequences).unwrap();
-            let placed = sequences.place(&gpu, &mut random);
             let queries = Queries::new(&mut random, &setup, &sequences, vec![40, 0], 0);
-            let chunks = queries.chunks(&mut random, &sequences, &placed, false);
-            let result = run(
-                &gpu,
-                &setup,
-                &mut attention,
-                &sequences,
-                &placed,
-                &queries,
-                &chunks,
-            );
+            let case = Case::new(&gpu, &setup, &sequences, &queries, &mut random, false);
             let what = format!("group {group}, head_dim {head_dim}, {form:?}");
-            compare(&setup, &sequences, &queries, &chunks, &placed, &result, &what);
+            case.check(&mut attention, &what);
         }
     }
 }
@@ -336,21 +340,10 @@ fn neither_the_placement_of_pages_nor_the_cut_into_chunks_changes_a_bit() {
         };
         let mut attention = setup.attention(&gpu, &sequences).unwrap();
         let queries = Queries::new(&mut random, &setup, &sequences, vec![0; 3], 0);
-        let here = sequences.place(&gpu, &mut random);
-        let whole = queries.chunks(&mut random, &sequences, &here, false);
-        let a = run(&gpu, &setup, &mut attention, &sequences, &here, &queries, &whole);
-        let there = sequences.place(&gpu, &mut random);
-        let pieces = queries.chunks(&mut random, &sequences, &there, true);
-        assert!(pieces.len() > 3);
-        let b = run(
-            &gpu,
-            &setup,
-            &mut attention,
-            &sequences,
-            &there,
-            &queries,
-            &pieces,
-        );
+        let mut case = |cut| Case::new(&gpu, &setup, &sequences, &queries, &mut random, cut);
+        let (whole, pieces) = (case(false), case(true));
+        assert!(pieces.chunks.len() > 3);
+        let (a, b) = (whole.run(&mut attention), pieces.run(&mut attention));
         assert_eq!(bits(&a.0), bits(&b.0), "seed {seed}");
         assert_eq!(a.1, b.1, "seed {seed}");
     }
@@ -372,28 +365,10 @@ fn mask_and_score_functions_are_applied_as_on_the_cpu() {
         let score = ScoreMod::alibi(alibi_slopes(heads)).then(&ScoreMod::soft_cap(15.0).unwrap());
         setup.score = (seed % 3 != 1).then_some(score);
         let mut attention = setup.attention(&gpu, &sequences).unwrap();
-        let placed = sequences.place(&gpu, &mut random);
         let starts = random_starts(&mut random, &sequences);
         let queries = Queries::new(&mut random, &setup, &sequences, starts, 2);
-        let chunks = queries.chunks(&mut random, &sequences, &placed, false);
-        let result = run(
-            &gpu,
-            &setup,
-            &mut attention,
-            &sequences,
-            &placed,
-            &queries,
-            &chunks,
-        );
-        compare(
-            &setup,
-            &sequences,
-            &queries,
-            &chunks,
-            &placed,
-            &result,
-            &format!("seed {seed}"),
-        );
+        let case = Case::new(&gpu, &setup, &sequences, &queries, &mut random, false);
+        case.check(&mut attention, &format!("seed {seed}"));
     }
 }
 
@@ -407,30 +382,12 @@ fn more_tiles_than_multiprocessors() {
         let sequences = Sequences::new(&mut random, 8, 64, 16, &lens);
         let setup = Setup::with(4, form);
         let mut attention = setup.attention(&gpu, &sequences).unwrap();
-        let placed = sequences.place(&gpu, &mut random);
         let starts = random_starts(&mut random, &sequences);
         let queries = Queries::new(&mut random, &setup, &sequences, starts, 3);
-        let chunks = queries.chunks(&mut random, &sequences, &placed, false);
+        let case = Case::new(&gpu, &setup, &sequences, &queries, &mut random, false);
         // Twice: a launch leaves nothing behind that the next one could stumble over.
         for _ in 0..2 {
-            let result = run(
-                &gpu,
-                &setup,
-                &mut attention,
-                &sequences,
-                &placed,
-                &queries,
-                &chunks,
-            );
-            compare(
-                &setup,
-                &sequences,
-                &queries,
-                &chunks,
-                &placed,
-                &result,
-                &format!("{form:?}"),
-            );
+            case.check(&mut attention, &format!("{form:?}"));
         }
     }
 }
@@ -441,36 +398,18 @@ fn a_long_prompt_and_a_prescaled_query() {
     let gpu = gpu();
     let mut random = Random::new(400);
     let sequences = Sequences::new(&mut random, 1, 64, 128, &[1500]);
-    let mut setup = Setup {
-        scale: Some(0.125),
-        ..Setup::plain(2)
-    };
-    let placed = sequences.place(&gpu, &mut random);
-    let queries = Queries::new(&mut random, &setup, &sequences, vec![1100], 0);
-    let chunks = queries.chunks(&mut random, &sequences, &placed, false);
-    let mut results = Vec::new();
-    for prescale in [false, true] {
+    let setup = |prescale: bool| {
+        let mut setup = Setup::plain(2);
+        setup.scale = Some(0.125);
         setup.options.prescale_qk = prescale;
-        let mut attention = setup.attention(&gpu, &sequences).unwrap();
-        let result = run(
-            &gpu,
-            &setup,
-            &mut attention,
-            &sequences,
-            &placed,
-            &queries,
-            &chunks,
-        );
-        compare(
-            &setup,
-            &sequences,
-            &queries,
-            &chunks,
-            &placed,
-            &result,
-            &format!("prescale {prescale}"),
-        );
-        results.push(result);
+        setup
+    };
+    let plain = setup(false);
+    let queries = Queries::new(&mut random, &plain, &sequences, vec![1100], 0);
+    let case = Case::new(&gpu, &plain, &sequences, &queries, &mut random, false);
+    for prescale in [false, true] {
+        let mut attention = setup(prescale).attention(&gpu, &sequences).unwrap();
+        case.check(&mut attention, &format!("prescale {prescale}"));
     }
 }
 
