@@ -47,6 +47,7 @@ COMMANDS = {
     "scripts/gpu-tests.sh --sanitizer": "gpu",
     "scripts/gpu-tests.sh --collect bin": "gpu",
     "scripts/gpu-tests.sh --bin bin": "gpu",
+    "scripts/gpu-tests.sh --profile FILE": "gpu",
     "scripts/run-examples.sh": "ci run-examples.sh",
     "scripts/compare_transformers.py": "gpu",
     "rollout bench --model random:qwen3-4b --arrival-rate 60 --n-prompts 96 --max-new-tokens 64 --max-batch-size 64"

@@ -1,7 +1,5 @@
 //! Building, changing and reading block masks.
 
-mod common;
-
 use block_mask::expr::{Axis, IntBuffer, b, h, kv, q, score};
 use block_mask::{
     BlockMask, BlockState, Error, KvBlocks, Logical, MaskMod, MaskShape, PackedSequence, ScoreMod,

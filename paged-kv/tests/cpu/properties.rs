@@ -1,11 +1,9 @@
 //! Random sequences of operations, on the table and on a model of plain maps.
 
-mod model;
-
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use model::{Model, Op, config};
+use crate::model::{Model, Op, config};
 use proptest::prelude::*;
 use proptest::test_runner::{TestError, TestRunner};
 

@@ -1,12 +1,10 @@
 //! Situations that users of such code have run into, one test each.
 
-mod common;
-
+use crate::common::{Random, Sequences, assert_close, attend, bits, oracle, place};
 use block_mask::{
     BlockMask, ContiguousKv, Error, FlexOptions, KvBlocks, MaskMod, MaskShape, PackedSequence, QueryView,
     flex_attention, flex_attention_contiguous, paged_causal_mask,
 };
-use common::{Random, Sequences, assert_close, attend, bits, oracle, place};
 use half::bf16;
 use paged_kv::{KvCache, KvDtype, KvLayout, KvSlice, KvView, PageId, PageTable, PageTableConfig, Slot};
 

@@ -1,10 +1,8 @@
 //! Model folders that are broken in one way each, and the error that says which.
 
-mod common;
-
 use std::path::Path;
 
-use common::folder::{Folder, RawTensor, write_raw};
+use crate::common::folder::{Folder, RawTensor, write_raw};
 use qwen3_model::{LoadOptions, Model};
 use safetensors::Dtype;
 use serde_json::{Value, json};

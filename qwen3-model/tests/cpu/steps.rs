@@ -1,9 +1,7 @@
 //! Steps: what may be in one, what is refused, and what must not change a result.
 
-mod common;
-
-use common::folder::Folder;
-use common::{extend, max_difference, options, oracle, table};
+use crate::common::folder::Folder;
+use crate::common::{extend, max_difference, options, oracle, table};
 use paged_kv::{KvDtype, PageTable, Slot};
 use proptest::prelude::*;
 use qwen3_model::{CpuBackend, Error, LoadOptions, Model, Qwen3Config, SequenceChunk, StepBatch};
@@ -300,14 +298,14 @@ fn a_table_of_another_size_and_a_step_too_large_are_refused() {
         Err(Error::StepTooLarge { tokens: 5, max: 4 })
     ));
     assert!(matches!(
-        run(common::options(PAGES, 8), 4),
+        run(crate::common::options(PAGES, 8), 4),
         Err(Error::CacheShape {
             table_page_size: 8,
             ..
         })
     ));
     assert!(matches!(
-        run(common::options(PAGES + 1, 4), 4),
+        run(crate::common::options(PAGES + 1, 4), 4),
         Err(Error::CacheShape { .. })
     ));
     run(options, 4).unwrap();

@@ -1,9 +1,7 @@
 //! Situations in which loaders of such models have gone wrong, each with the right behaviour.
 
-mod common;
-
-use common::folder::{Folder, RawTensor};
-use common::{argmax, extend, max_difference, model_dir, options, oracle, table};
+use crate::common::folder::{Folder, RawTensor};
+use crate::common::{argmax, extend, max_difference, model_dir, options, oracle, table};
 use qwen3_model::{
     CpuBackend, GenerationConfig, LoadOptions, Model, Projection, Qwen3Config, RopeScaling, Weights,
 };

@@ -1,8 +1,6 @@
 //! The model against logits and completions of transformers in f32.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use paged_kv::Slot;
 use qwen3_model::{GenerationConfig, Model};
 

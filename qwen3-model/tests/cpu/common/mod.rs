@@ -128,6 +128,22 @@ pub fn log_prob(logits: &[f32], id: u32) -> f64 {
     f64::from(logits[id as usize] - max) - sum.ln()
 }
 
+/// Largest difference of the log-probability of the sequences' own next tokens, and of any logit.
+pub fn compare(model: &mut Model<CpuBackend>, name: &str) -> (f64, f32) {
+    let (mut worst, mut worst_logit) = (0.0f64, 0.0f32);
+    for (ids, golden) in golden_logits(name) {
+        let mut table = table(&options(40, 16), 1);
+        let slot = table.allocate_slot().unwrap();
+        let ours = extend(model, &mut table, &[(slot, &ids)], true);
+        let rows = ours.chunks_exact(1024).zip(golden.chunks_exact(1024));
+        for ((ours, golden), next) in rows.zip(&ids[1..]) {
+            worst = worst.max((log_prob(ours, *next) - log_prob(golden, *next)).abs());
+        }
+        worst_logit = worst_logit.max(max_difference(&ours, &golden));
+    }
+    (worst, worst_logit)
+}
+
 pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter()

@@ -1,12 +1,10 @@
 //! 4-bit checkpoints of bitsandbytes: values, logits and completions against it, and folders that this crate writes.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use common::folder::Folder;
-use common::*;
+use crate::common::folder::Folder;
+use crate::common::*;
 use half::bf16;
 use lora_merge::{ActiveAdapter, Adapter};
 use qwen3_model::{
@@ -69,22 +67,6 @@ fn weights_take_a_little_over_four_bits() {
     // 4 bits, and 32 of every 64 for the scale.
     assert_eq!(full.bytes() - four_bit.bytes(), matrices - matrices * 9 / 32);
     assert_eq!(four_bit.dequantized().bytes(), full.bytes());
-}
-
-/// Largest difference of the log-probability of the sequences' own next tokens, and of any logit.
-fn compare(model: &mut Model<CpuBackend>, name: &str) -> (f64, f32) {
-    let (mut worst, mut worst_logit) = (0.0f64, 0.0f32);
-    for (ids, golden) in golden_logits(name) {
-        let mut table = table(&options(40, 16), 1);
-        let slot = table.allocate_slot().unwrap();
-        let ours = extend(model, &mut table, &[(slot, &ids)], true);
-        let rows = ours.chunks_exact(1024).zip(golden.chunks_exact(1024));
-        for ((ours, golden), next) in rows.zip(&ids[1..]) {
-            worst = worst.max((log_prob(ours, *next) - log_prob(golden, *next)).abs());
-        }
-        worst_logit = worst_logit.max(max_difference(&ours, &golden));
-    }
-    (worst, worst_logit)
 }
 
 fn greedy_agrees(model: &mut Model<CpuBackend>, name: &str) {
@@ -304,7 +286,7 @@ fn every_option_writes_a_folder_that_is_read_back() {
             }
         }
         assert_eq!((report.quantized_modules, report.kept_modules), (14 - kept, kept));
-        Model::load(&to, &common::options(8, 16)).unwrap();
+        Model::load(&to, &crate::common::options(8, 16)).unwrap();
         std::fs::remove_dir_all(&to).unwrap();
     }
 }

@@ -1,8 +1,6 @@
 //! Adapters against PEFT: logits of every fixture, merged and at run time.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use lora_merge::{ActiveAdapter, Adapter, DriftOptions, verify_no_drift};
 use qwen3_model::{CpuBackend, MergeMode, Model};
 
@@ -24,22 +22,6 @@ fn active(name: &str) -> Vec<ActiveAdapter> {
 
 fn load() -> Model<CpuBackend> {
     Model::load(model_dir(), &options(40, 16)).unwrap()
-}
-
-/// Largest difference of the log-probability of the sequences' own next tokens, and of any logit.
-fn compare(model: &mut Model<CpuBackend>, name: &str) -> (f64, f32) {
-    let (mut worst, mut worst_logit) = (0.0f64, 0.0f32);
-    for (ids, golden) in golden_logits(name) {
-        let mut table = table(&options(40, 16), 1);
-        let slot = table.allocate_slot().unwrap();
-        let ours = extend(model, &mut table, &[(slot, &ids)], true);
-        let rows = ours.chunks_exact(1024).zip(golden.chunks_exact(1024));
-        for ((ours, golden), next) in rows.zip(&ids[1..]) {
-            worst = worst.max((log_prob(ours, *next) - log_prob(golden, *next)).abs());
-        }
-        worst_logit = worst_logit.max(max_difference(&ours, &golden));
-    }
-    (worst, worst_logit)
 }
 
 #[test]
@@ -146,7 +128,7 @@ fn an_adapter_that_does_not_fit_leaves_the_previous_one_in_force() {
         .unwrap();
     let version = model.backend().version();
     let good = compare(&mut model, "mult-r32");
-    let small = common::folder::Folder::new();
+    let small = crate::common::folder::Folder::new();
     let dir = tempfile::tempdir().unwrap();
     small.write(dir.path());
     let mut other = Model::load(dir.path(), &options(8, 16)).unwrap();

@@ -6,6 +6,8 @@ use rollout_engine::{
     TokenCompletion,
 };
 
+use crate::support::{new_tokens, prompt, scheduler};
+
 fn shape() -> RunnerShape {
     RunnerShape {
         vocab_size: 1000,
@@ -16,21 +18,6 @@ fn shape() -> RunnerShape {
         max_in_flight: 1,
         max_prefill_tokens: 128,
     }
-}
-
-fn scheduler(shape: RunnerShape) -> Scheduler<FakeRunner> {
-    Scheduler::new(FakeRunner::new(shape), vec![]).expect("a valid shape")
-}
-
-fn new_tokens(max_new_tokens: usize) -> SamplingParams {
-    SamplingParams {
-        max_new_tokens,
-        ..Default::default()
-    }
-}
-
-fn prompt(len: usize, salt: u32) -> Vec<u32> {
-    (0..len as u32).map(|i| (i * 7 + salt * 131) % 1000).collect()
 }
 
 /// Runs to the end and gives the results by request.

@@ -1,11 +1,12 @@
 //! Models in 4 bits through the engine and the command.
 
-use std::path::PathBuf;
 use std::process::{Command, Output};
 
 use qwen3_model::MergeMode;
 use rollout_engine::{DeviceChoice, Engine, EngineBuilder, Request};
 use serde::Deserialize;
+
+use crate::support::fixtures;
 
 #[derive(Deserialize)]
 struct Golden {
@@ -14,20 +15,16 @@ struct Golden {
     logprobs: Vec<f64>,
 }
 
-fn fixture(path: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures")).join(path)
-}
-
 fn builder() -> EngineBuilder {
     Engine::builder()
-        .model(fixture("tiny-qwen3-math-bnb-nf4"))
+        .model(fixtures().join("tiny-qwen3-math-bnb-nf4"))
         .device(DeviceChoice::Cpu)
         .max_batch_size(48)
         .max_seq_length(1024)
 }
 
 fn completions_are_golden(engine: &mut Engine, name: &str) {
-    let json = std::fs::read(fixture(&format!("golden/greedy-{name}.json"))).unwrap();
+    let json = std::fs::read(fixtures().join(format!("golden/greedy-{name}.json"))).unwrap();
     let golden: Vec<Golden> = serde_json::from_slice(&json).unwrap();
     let requests: Vec<Request> = golden
         .iter()
@@ -51,7 +48,7 @@ fn completions_are_transformers_with_and_without_an_adapter() {
     completions_are_golden(&mut engine, "nf4");
     // Without being asked to, at run time: the weights cannot be merged into.
     let update = engine
-        .load_adapter(fixture("adapters/mult-r32").as_path())
+        .load_adapter(fixtures().join("adapters/mult-r32").as_path())
         .unwrap();
     assert_eq!((update.mode, update.merged_bytes), (MergeMode::Unmerged, 0));
     completions_are_golden(&mut engine, "nf4+mult-r32");
@@ -67,13 +64,13 @@ fn completions_are_transformers_with_and_without_an_adapter() {
 #[test]
 fn a_dequantised_model_takes_merges() {
     let error = builder()
-        .adapter(fixture("adapters/mult-r32"))
+        .adapter(fixtures().join("adapters/mult-r32"))
         .merge_mode(MergeMode::Merged)
         .build()
         .unwrap_err();
     assert!(error.to_string().contains("4 bits"), "{error}");
     let built = builder()
-        .adapter(fixture("adapters/mult-r32"))
+        .adapter(fixtures().join("adapters/mult-r32"))
         .dequantize(true)
         .build_with_notice()
         .unwrap();
@@ -103,7 +100,7 @@ fn the_command_quantises_and_generates() {
         text(&output).contains("25 modules in nf4, 3 in bf16"),
         "{output:?}"
     );
-    let adapter = fixture("adapters/mult-r32");
+    let adapter = fixtures().join("adapters/mult-r32");
     let generate = [
         "generate",
         "--device",

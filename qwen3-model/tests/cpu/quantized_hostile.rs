@@ -1,11 +1,9 @@
 //! 4-bit checkpoints that are broken in one way each, and the error that names the module.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use common::folder::{Folder, RawTensor, write_tensors};
+use crate::common::folder::{Folder, RawTensor, write_tensors};
 use qwen3_model::{Model, QuantType, QuantizeOptions, Qwen3Config, Weights, quantize_folder};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
@@ -221,5 +219,5 @@ fn configurations_of_other_methods_are_refused_by_field() {
     let mut config = good;
     config.as_object_mut().unwrap().remove("quantization_config");
     std::fs::write(&path, config.to_string()).unwrap();
-    Model::load(folder.path(), &common::options(8, 16)).unwrap();
+    Model::load(folder.path(), &crate::common::options(8, 16)).unwrap();
 }

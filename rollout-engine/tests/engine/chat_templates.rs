@@ -1,18 +1,10 @@
 //! Chat templates and tokenizers against what transformers made of the same conversations.
 
-use std::path::{Path, PathBuf};
-
 use rollout_engine::text::{ChatTemplate, ChatTemplates, TextPipeline, Tokenizer};
 use rollout_engine::{ChatPrompt, Error, Prompt};
 use serde_json::{Map, Value, json};
 
-fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures")
-}
-
-fn tiny_model() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny-qwen3-math")
-}
+use crate::support::{bundled_model, fixtures};
 
 fn chat(messages: Value) -> ChatPrompt {
     let Value::Array(messages) = messages else {
@@ -68,7 +60,7 @@ fn conversations_for_qwen3_match_transformers() {
 fn prompts_of_the_bundled_model_match_transformers() {
     let text = std::fs::read_to_string(fixtures().join("golden/greedy-base.json")).expect("the golden file");
     let cases: Vec<Value> = serde_json::from_str(&text).expect("JSON");
-    let pipeline = TextPipeline::from_dir(tiny_model())
+    let pipeline = TextPipeline::from_dir(bundled_model())
         .expect("loads")
         .expect("is there");
     for case in cases {
@@ -87,7 +79,7 @@ fn prompts_of_the_bundled_model_match_transformers() {
 /// The bundled model has 1,024 ids and its tokenizer 571.
 #[test]
 fn ids_above_the_tokenizers_vocabulary_decode_to_a_replacement_character() {
-    let tokenizer = Tokenizer::from_file(tiny_model().join("tokenizer.json")).expect("loads");
+    let tokenizer = Tokenizer::from_file(bundled_model().join("tokenizer.json")).expect("loads");
     assert_eq!(tokenizer.vocab_size(), 571);
     let mut ids = tokenizer.encode("12 apples", false).expect("encodes");
     ids.insert(2, 1023);
@@ -277,7 +269,7 @@ fn broken_text_files_are_named() {
     ] {
         let dir = tempfile::tempdir().expect("a temporary folder");
         std::fs::copy(
-            tiny_model().join("tokenizer.json"),
+            bundled_model().join("tokenizer.json"),
             dir.path().join("tokenizer.json"),
         )
         .expect("copies");
@@ -296,7 +288,7 @@ fn broken_text_files_are_named() {
 fn a_model_without_a_template_refuses_conversations() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     std::fs::copy(
-        tiny_model().join("tokenizer.json"),
+        bundled_model().join("tokenizer.json"),
         dir.path().join("tokenizer.json"),
     )
     .expect("copies");

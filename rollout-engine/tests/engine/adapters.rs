@@ -14,6 +14,8 @@ use rollout_engine::{
 };
 use serde::Deserialize;
 
+use crate::support::{bundled_model, fixtures};
+
 const NAMES: [&str; 8] = [
     "mult-r32",
     "qv-r8",
@@ -32,16 +34,8 @@ struct Golden {
     logprobs: Vec<f32>,
 }
 
-fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures")
-}
-
 fn adapter(name: &str) -> PathBuf {
     fixtures().join("adapters").join(name)
-}
-
-fn model() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny-qwen3-math")
 }
 
 fn golden(name: &str) -> Vec<Golden> {
@@ -58,7 +52,7 @@ fn requests(golden: &[Golden]) -> Vec<Request> {
 
 fn engine(names: &str, mode: MergeMode) -> Engine {
     let mut builder = Engine::builder()
-        .model(model())
+        .model(bundled_model())
         .device(DeviceChoice::Cpu)
         .max_batch_size(24)
         .page_size(16)
@@ -282,7 +276,7 @@ fn an_adapter_without_effect_is_reported() {
 fn an_adapter_that_cannot_be_served_is_never_loaded() {
     for broken in ["", "not-there"] {
         let built = Engine::builder()
-            .model(model())
+            .model(bundled_model())
             .device(DeviceChoice::Cpu)
             .adapter(adapter(broken))
             .build();
@@ -452,7 +446,7 @@ fn a_change_that_fails_disturbs_no_request() {
 fn a_merge_that_fails_at_any_step_leaves_the_policy_in_force() {
     let mut options = LoadOptions::default();
     (options.n_pages, options.page_size) = (65, 16);
-    let mut model = Model::load(model(), &options).expect("loads");
+    let mut model = Model::load(bundled_model(), &options).expect("loads");
     // The step that fails, and how many steps were asked.
     let (fails_at, asked) = (
         Arc::new(AtomicUsize::new(usize::MAX)),

@@ -1,13 +1,11 @@
 //! `flex_attention` against the dense f64 oracle.
 
-mod common;
-
+use crate::common::{Random, Sequences, assert_close, attend, bits, oracle, place};
 use block_mask::expr::{FloatBuffer, b, h, kv, q, score};
 use block_mask::{
     BlockMask, ContiguousKv, FlexOptions, MaskMod, MaskShape, PackedSequence, QueryView, ScoreMod,
     alibi_slopes, flex_attention_contiguous, paged_causal_mask,
 };
-use common::{Random, Sequences, assert_close, attend, bits, oracle, place};
 use paged_kv::{KvDtype, KvSlice};
 use proptest::prelude::*;
 

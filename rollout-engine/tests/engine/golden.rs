@@ -1,9 +1,9 @@
 //! Greedy completions of the bundled model against transformers in float32, token for token.
 
-use std::path::{Path, PathBuf};
-
 use rollout_engine::{DeviceChoice, Engine, FinishReason, Request};
 use serde::Deserialize;
+
+use crate::support::{bundled_model, fixtures};
 
 /// Longest completion in the golden file.
 const MAX_NEW_TOKENS: usize = 400;
@@ -19,21 +19,17 @@ struct Golden {
 }
 
 fn golden() -> Vec<Golden> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/golden/greedy-base.json");
+    let path = fixtures().join("golden/greedy-base.json");
     let cases: Vec<Golden> =
         serde_json::from_str(&std::fs::read_to_string(path).expect("the golden file")).expect("JSON");
     assert_eq!(cases.len(), 48);
     cases
 }
 
-fn model() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny-qwen3-math")
-}
-
 /// Completes the golden prompts in the given order and gives the number of preemptions.
 fn check(cases: &[&Golden], page_size: usize, batch_size: usize, n_pages: usize) -> u64 {
     let mut engine = Engine::builder()
-        .model(model())
+        .model(bundled_model())
         .device(DeviceChoice::Cpu)
         .page_size(page_size)
         .max_batch_size(batch_size)
@@ -137,7 +133,7 @@ fn in_any_order() {
 #[test]
 fn from_messages_through_the_chat_template() {
     let mut engine = Engine::builder()
-        .model(model())
+        .model(bundled_model())
         .device(DeviceChoice::Cpu)
         .build()
         .expect("builds");

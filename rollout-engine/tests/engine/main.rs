@@ -1,0 +1,12 @@
+//! Engine and scheduler on the CPU, in one binary: linking one costs more than most of its tests.
+
+mod adapters;
+mod chat_templates;
+mod chunked_prefill;
+mod golden;
+mod groups;
+mod quantized;
+mod sampling;
+mod scheduler_cases;
+mod scheduler_properties;
+mod support;
