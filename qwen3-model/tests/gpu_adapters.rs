@@ -67,9 +67,7 @@ fn active(name: &str) -> Vec<ActiveAdapter> {
     if name == HEAD {
         return vec![head_adapter()];
     }
-    let load =
-        |name| ActiveAdapter::new(Adapter::load(repository().join("fixtures/adapters").join(name)).unwrap());
-    name.split('+').map(load).collect()
+    gpu_support::active(name)
 }
 
 fn options() -> CudaOptions {
@@ -192,7 +190,7 @@ fn captured_graphs_compute_with_what_a_refresh_wrote() {
             .iter()
             .map(|row| DecodeRow::greedy(row.slot, position))
             .collect();
-        let active = if name.is_empty() { vec![] } else { active(name) };
+        let active = active(name);
         let mut results = Vec::new();
         for backend in [&mut graphs, &mut eager] {
             backend.set_adapters(&active, MergeMode::Merged).unwrap();

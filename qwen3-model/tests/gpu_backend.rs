@@ -114,6 +114,14 @@ fn options(max_batch_size: usize, page_size: usize) -> CudaOptions {
     })
 }
 
+fn parts<'a>(slots: &[Slot], tokens: &'a [Vec<u32>]) -> Vec<(Slot, &'a [u32])> {
+    slots
+        .iter()
+        .copied()
+        .zip(tokens.iter().map(Vec::as_slice))
+        .collect()
+}
+
 fn log_softmax(logits: &[f32]) -> Vec<f64> {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
@@ -249,11 +257,7 @@ fn decoding_continues_as_if_the_tokens_had_been_prompts() {
         }
         let prompts = prompts(5, 5);
         let slots: Vec<Slot> = prompts.iter().map(|_| rig.slot()).collect();
-        let parts: Vec<(Slot, &[u32])> = slots
-            .iter()
-            .copied()
-            .zip(prompts.iter().map(Vec::as_slice))
-            .collect();
+        let parts = parts(&slots, &prompts);
         rig.feed(&parts, LogitRows::Wanted);
         let pending = rig.backend.read_back(5, 0).unwrap();
         let mut sequences: Vec<Vec<u32>> = prompts.clone();
@@ -300,11 +304,7 @@ fn padded_rows_change_no_real_page_and_unowned_pages_may_hold_nan() {
         .unwrap();
     let prompts = prompts(9, 5);
     let slots: Vec<Slot> = prompts.iter().map(|_| rig.slot()).collect();
-    let parts: Vec<(Slot, &[u32])> = slots
-        .iter()
-        .copied()
-        .zip(prompts.iter().map(Vec::as_slice))
-        .collect();
+    let parts = parts(&slots, &prompts);
     rig.feed(&parts, LogitRows::Wanted);
     let layout = *rig.backend.kv_layout();
     let (positions, head) = (layout.n_pages * layout.page_size, layout.head_dim);
@@ -370,11 +370,7 @@ fn where_pages_and_slots_lie_changes_no_bit() {
             rig.table.erase(slot).unwrap();
         }
         let slots: Vec<Slot> = prompts.iter().map(|_| rig.slot()).collect();
-        let parts: Vec<(Slot, &[u32])> = slots
-            .iter()
-            .copied()
-            .zip(prompts.iter().map(Vec::as_slice))
-            .collect();
+        let parts = parts(&slots, &prompts);
         let logits = rig
             .feed(&parts, LogitRows::Wanted)
             .iter()

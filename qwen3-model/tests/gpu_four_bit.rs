@@ -4,9 +4,9 @@
 
 mod gpu_support;
 
-use gpu_support::{Gpu, bf16s, repository, rng, tuned};
+use gpu_support::{Gpu, active, bf16s, mean_difference, repository, rng, tuned};
 use half::bf16;
-use lora_merge::{ActiveAdapter, Adapter};
+use lora_merge::ActiveAdapter;
 use paged_kv::PageTable;
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, WeightSource};
 use qwen3_model::launch::{FourBitBuffer, FourBitKernels, ProductOutput};
@@ -147,12 +147,6 @@ fn options() -> CudaOptions {
     })
 }
 
-fn mult() -> Vec<ActiveAdapter> {
-    vec![ActiveAdapter::new(
-        Adapter::load(repository().join("fixtures/adapters/mult-r32")).unwrap(),
-    )]
-}
-
 /// Logits of all of `ids`, fed in steps of at most `step` tokens.
 fn logits<B: Backend>(model: &mut Model<B>, ids: &[u32], step: usize) -> Vec<f32> {
     let mut table = PageTable::new(options().page_table()).unwrap();
@@ -174,15 +168,6 @@ fn logits<B: Backend>(model: &mut Model<B>, ids: &[u32], step: usize) -> Vec<f32
         table.advance(slot, ids.len()).unwrap();
     }
     all
-}
-
-fn mean_difference(a: &[f32], b: &[f32]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    a.iter()
-        .zip(b)
-        .map(|(a, b)| f64::from((a - b).abs()))
-        .sum::<f64>()
-        / a.len() as f64
 }
 
 #[test]
@@ -211,7 +196,7 @@ fn the_quantised_model_is_the_cpus_with_and_without_an_adapter() {
         cpu.backend_mut().base_sha256().unwrap()
     );
     let ids: Vec<u32> = (0..150).map(|i| (i * 37 + i * i) % 571).collect();
-    for adapters in [vec![], mult(), vec![]] {
+    for adapters in [vec![], active("mult-r32"), vec![]] {
         for backend in [four_bit.backend_mut(), full.backend_mut()] {
             backend.set_adapters(&adapters, MergeMode::Unmerged).unwrap();
         }
@@ -230,7 +215,7 @@ fn the_quantised_model_is_the_cpus_with_and_without_an_adapter() {
     let version = four_bit.backend().policy();
     let error = four_bit
         .backend_mut()
-        .set_adapters(&mult(), MergeMode::Merged)
+        .set_adapters(&active("mult-r32"), MergeMode::Merged)
         .unwrap_err();
     assert!(error.to_string().contains("4 bits"), "{error}");
     assert_eq!(four_bit.backend().policy(), version);

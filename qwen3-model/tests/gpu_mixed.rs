@@ -6,7 +6,7 @@ mod gpu_support;
 
 use std::time::Instant;
 
-use gpu_support::{Gpu, POISON, repository, rng, tuned};
+use gpu_support::{Gpu, POISON, active, repository, rng, tuned};
 use lora_merge::{ActiveAdapter, Adapter};
 use paged_kv::{PageTable, Slot};
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, SampledToken, WeightSource};
@@ -410,11 +410,7 @@ fn the_same_with_a_policy_for_each_sequence() {
     let gpu = Gpu::open();
     for quantized in [false, true] {
         let mut rig = Rig::tiny(&gpu, 32, quantized);
-        let load = |name: &str| {
-            let path = repository().join("fixtures/adapters").join(name);
-            vec![ActiveAdapter::new(Adapter::load(path).unwrap())]
-        };
-        let policies = ["mult-r32", "qv-r8", "rslora-r8"].map(load);
+        let policies = ["mult-r32", "qv-r8", "rslora-r8"].map(active);
         let all: Vec<&[ActiveAdapter]> = policies.iter().map(Vec::as_slice).collect();
         rig.backend.serve_policies(&all).unwrap();
         let mut random = rng(5);

@@ -4,7 +4,7 @@
 
 mod gpu_support;
 
-use gpu_support::{Gpu, bf16s, normals, repository, rng, tiny, tuned};
+use gpu_support::{Gpu, active, bf16s, mean_difference, normals, repository, rng, tiny, tuned};
 use half::bf16;
 use lora_merge::{ActiveAdapter, Adapter};
 use paged_kv::PageTable;
@@ -167,15 +167,6 @@ const NAMES: [&str; 8] = [
     "mult-r32+qv-r8",
 ];
 
-fn active(name: &str) -> Vec<ActiveAdapter> {
-    let load =
-        |name| ActiveAdapter::new(Adapter::load(repository().join("fixtures/adapters").join(name)).unwrap());
-    name.split('+')
-        .filter(|name| !name.is_empty())
-        .map(load)
-        .collect()
-}
-
 fn options() -> CudaOptions {
     tuned(CudaOptions {
         max_tokens: 256,
@@ -208,15 +199,6 @@ fn logits<B: Backend>(model: &mut Model<B>, ids: &[u32]) -> Vec<f32> {
         chunks: &[chunk],
     };
     model.forward_all(&batch, &table).unwrap().to_vec()
-}
-
-fn mean_difference(a: &[f32], b: &[f32]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    a.iter()
-        .zip(b)
-        .map(|(a, b)| f64::from((a - b).abs()))
-        .sum::<f64>()
-        / a.len() as f64
 }
 
 #[test]

@@ -9,6 +9,7 @@ mod profile;
 
 use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
 use half::bf16;
+use lora_merge::{ActiveAdapter, Adapter};
 use qwen3_model::cuda::CudaOptions;
 use qwen3_model::launch::Kernels;
 use qwen3_model::{Qwen3Config, Weights};
@@ -119,6 +120,22 @@ pub fn model(folder: &str) -> (Qwen3Config, Weights) {
 /// The bundled model.
 pub fn tiny() -> (Qwen3Config, Weights) {
     model("rollout-engine/models/tiny-qwen3-math")
+}
+
+/// An adapter of the fixtures, several with `+` between them, or none.
+pub fn active(names: &str) -> Vec<ActiveAdapter> {
+    let load = |name| {
+        let path = repository().join("fixtures/adapters").join(name);
+        ActiveAdapter::new(Adapter::load(path).expect("an adapter"))
+    };
+    let names = names.split('+').filter(|name| !name.is_empty());
+    names.map(load).collect()
+}
+
+pub fn mean_difference(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let differences = a.iter().zip(b).map(|(a, b)| f64::from((a - b).abs()));
+    differences.sum::<f64>() / a.len() as f64
 }
 
 /// The repository: where it was built, or the present folder for test binaries that were carried to another machine.
