@@ -7,7 +7,7 @@ mod gpu_support;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use gpu_support::{Gpu, config, repository, tiny, tuned};
+use gpu_support::{Gpu, config, tiny, tuned};
 use half::bf16;
 use lora_merge::{
     ActiveAdapter, Adapter, AdapterConfig, DriftOptions, DriftSubject, MergedStore, TensorSlice,

@@ -7,7 +7,7 @@ mod gpu_support;
 use std::time::Instant;
 
 use gpu_support::{Gpu, POISON, active, repository, rng, tuned};
-use lora_merge::{ActiveAdapter, Adapter};
+use lora_merge::ActiveAdapter;
 use paged_kv::{PageTable, Slot};
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, SampledToken, WeightSource};
 use qwen3_model::sampling::{Sampling, TokenState, sample_row};

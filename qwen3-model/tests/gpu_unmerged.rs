@@ -4,9 +4,9 @@
 
 mod gpu_support;
 
-use gpu_support::{Gpu, active, bf16s, mean_difference, normals, repository, rng, tiny, tuned};
+use gpu_support::{Gpu, active, bf16s, mean_difference, normals, rng, tiny, tuned};
 use half::bf16;
-use lora_merge::{ActiveAdapter, Adapter};
+use lora_merge::ActiveAdapter;
 use paged_kv::PageTable;
 use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, WeightSource};
 use qwen3_model::launch::{PartUpdate, ProductOutput, RowPolicies, Site, UnmergedKernels, UnmergedTables};
