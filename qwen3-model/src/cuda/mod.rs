@@ -32,9 +32,11 @@ mod hashes;
 mod inputs;
 mod invariant;
 mod operations;
+mod options;
 mod profile;
 mod results;
 mod staging;
+mod steps;
 mod trace;
 mod unmerged;
 mod verify;
@@ -43,153 +45,36 @@ mod wide;
 mod workspace;
 
 use block_mask::cuda::{DecodeOptions, TileOptions};
-use cuda_graphs::{
-    BucketSet, CaptureOptions, CaptureReport, Compiler, Device, DeviceBuffer, DeviceSlice, GraphCache,
-    Matmul, MatmulOptions, Stream, row_classes,
-};
+use cuda_graphs::{BucketSet, Compiler, Device, DeviceBuffer, DeviceSlice, GraphCache, Matmul, Stream};
 use half::bf16;
 use paged_kv::cuda::{CudaKvCache, PageTableMirror};
-use paged_kv::{KvDtype, KvLayout, PageTable, PageTableConfig};
+use paged_kv::{KvDtype, KvLayout};
 
 pub use inputs::DecodeRow;
+pub use options::CudaOptions;
 pub use profile::{Stage, StageTime};
 pub use results::{Pending, SampledToken};
 pub use trace::DecodeSpan;
 
-use crate::launch::{FourBitKernels, Kernels, MAX_ROWS};
-use crate::sampling::{Sampling, TokenState};
+use crate::launch::{FourBitKernels, Kernels};
+use crate::sampling::TokenState;
 use crate::{
-    Backend, Error, FusedMatrix, KERNEL_OPTIONS_VARIABLE, KernelOptions, MatrixKernelOptions, Projection,
-    QuantType, Qwen3Config, Result, StepPlan, Weights, walk,
+    Error, KERNEL_OPTIONS_VARIABLE, KernelOptions, Projection, QuantType, Qwen3Config, Result, Weights,
 };
 use adapters::Adapters;
 use attention::Attention;
 use decode_layers::LayerKernel;
 use four_bit::FourBit;
-use inputs::{DecodeInputs, PackedInputs, Sampled, SampledBy};
+use inputs::{DecodeInputs, PackedInputs, Sampled};
+use options::matmul_options;
 use results::Results;
 use staging::Staging;
+use steps::TOKEN_STATES;
 use trace::DecodeTrace;
 use unmerged::UnmergedAdapters;
 use weights::{DeviceWeights, projection_rows};
 use wide::Wide;
 use workspace::Workspace;
-
-/// Sizes of a [`CudaBackend`]: they decide how much memory it takes.
-///
-/// ```
-/// use qwen3_model::cuda::CudaOptions;
-///
-/// let options = CudaOptions { max_batch_size: 16, ..CudaOptions::default() };
-/// // The slots of 16 sequences, and slot 0, which padding uses.
-/// assert_eq!(options.page_table().n_slots, 17);
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CudaOptions {
-    /// Most tokens in one packed step.
-    pub max_tokens: usize,
-    /// Most rows in a decode step, and most rows whose logits are kept on the device at once.
-    pub max_batch_size: usize,
-    /// Most tokens of a sequence.
-    pub max_seq_length: usize,
-    /// Pages of the KV cache, page 0 included.
-    pub n_pages: usize,
-    /// Tokens in a page: 16, 32, 64, 128 or 256.
-    pub page_size: usize,
-    /// Options of the kernels, after them those of [`KERNEL_OPTIONS_VARIABLE`].
-    pub kernels: KernelOptions,
-}
-
-impl Default for CudaOptions {
-    fn default() -> Self {
-        Self {
-            max_tokens: 4096,
-            max_batch_size: 64,
-            max_seq_length: 4096,
-            n_pages: 1025,
-            page_size: 64,
-            kernels: KernelOptions::default(),
-        }
-    }
-}
-
-impl CudaOptions {
-    /// Shape of the page table that steps must use: a slot more than `max_batch_size` for slot 0.
-    pub fn page_table(&self) -> PageTableConfig {
-        PageTableConfig {
-            n_pages: self.n_pages,
-            page_size: self.page_size,
-            n_slots: self.max_batch_size + 1,
-            max_pages_per_slot: self.max_seq_length.div_ceil(self.page_size.max(1)),
-        }
-    }
-
-    fn check(&self, config: &Qwen3Config) -> Result<()> {
-        let refuse = |option, problem: String| Err(Error::Option { option, problem });
-        for (option, value) in [
-            ("max_tokens", self.max_tokens),
-            ("max_batch_size", self.max_batch_size),
-            ("max_seq_length", self.max_seq_length),
-        ] {
-            if value == 0 || value > 1 << 24 {
-                return refuse(
-                    option,
-                    format!("is {value}; between 1 and {} is possible", 1 << 24),
-                );
-            }
-        }
-        if self.max_seq_length > config.max_positions() {
-            let max = config.max_positions();
-            return refuse(
-                "max_seq_length",
-                format!("is {}; the model has {max} positions", self.max_seq_length),
-            );
-        }
-        if !self.page_size.is_power_of_two() || !(16..=256).contains(&self.page_size) {
-            return refuse(
-                "page_size",
-                format!("is {}; on CUDA it is 16, 32, 64, 128 or 256", self.page_size),
-            );
-        }
-        let matrix = &self.kernels.matrix;
-        if let Some(algorithms) = matrix.algorithms.filter(|n| !(1..=64).contains(n)) {
-            return refuse(
-                MATRIX_OPTIONS,
-                format!("algorithms is {algorithms}: 1 to 64 are possible"),
-            );
-        }
-        if let Some(rows) = matrix.layer_kernel_rows.filter(|&rows| rows > MAX_ROWS) {
-            return refuse(
-                MATRIX_OPTIONS,
-                format!(
-                    "layer_kernel_rows is {rows}: the kernel takes at most {MAX_ROWS}, and 0 does without it"
-                ),
-            );
-        }
-        if self.n_pages < 2 {
-            return refuse(
-                "n_pages",
-                format!("is {}; at least 2, since page 0 is reserved", self.n_pages),
-            );
-        }
-        Ok(())
-    }
-}
-
-/// What the kinds of kernel options are called in errors.
-const MATRIX_OPTIONS: &str = "matrix_kernel_options";
-
-fn matmul_options(given: &MatrixKernelOptions) -> MatmulOptions {
-    let default = MatmulOptions::default();
-    MatmulOptions {
-        algorithms: given.algorithms.unwrap_or(default.algorithms),
-        split_k: given.split_k.unwrap_or(default.split_k),
-        ..default
-    }
-}
-
-/// Token states that travel at once.
-const TOKEN_STATES: usize = 8192;
 
 /// Where the weights come from.
 ///
@@ -470,256 +355,6 @@ impl CudaBackend {
     /// The output head on the device, `[vocab, hidden]`, row-major: the embedding if it is tied.
     pub fn output_head(&self) -> DeviceSlice<'_, bf16> {
         self.weights.head().as_slice()
-    }
-
-    /// Brings the device's copy of the page table up to date: only rows that changed travel. To be called before the
-    /// steps that need the changes are given; a packed step without it brings its own table.
-    ///
-    /// # Errors
-    /// [`Error::CudaCache`] for a table of another shape than [`CudaOptions::page_table`]. Panics: none.
-    pub fn sync_pages(&mut self, table: &mut PageTable) -> Result<()> {
-        self.mirror.update(&self.stream, table)?;
-        self.mirrored = true;
-        Ok(())
-    }
-
-    /// Replaces what sampling knows of the tokens of a slot: all states are the default but those given, each with its id.
-    /// To be called before the first row of a sequence whose [`Sampling::uses_token_states`]; from then on tokens that are
-    /// sampled for the slot are counted.
-    ///
-    /// # Errors
-    /// [`Error::Option`] for a slot that is not there; [`Error::Cuda`]. Panics: none.
-    pub fn set_token_states(&mut self, slot: usize, states: &[(u32, TokenState)]) -> Result<()> {
-        let words: Vec<u32> = states
-            .iter()
-            .flat_map(|&(id, state)| [id, u32::from(state.0)])
-            .collect();
-        let mut pieces = words.chunks(2 * TOKEN_STATES);
-        let first = pieces.next().unwrap_or(&[]);
-        for (clear, piece) in std::iter::once((true, first)).chain(pieces.map(|piece| (false, piece))) {
-            let entries = self.state_entries.slice(..piece.len())?;
-            self.staging.begin()?;
-            self.staging.upload(&self.stream, entries, piece)?;
-            self.staging.end(&self.stream)?;
-            let (states, vocab) = (self.token_states.as_slice(), self.config.vocab_size);
-            self.kernels
-                .token_states(&self.stream, states, vocab, slot, entries, clear)?;
-        }
-        Ok(())
-    }
-
-    /// Queues a packed step that samples the next token of each chunk that wants logits, and keeps it for the
-    /// chunk's slot. `sampling` says how, for each of them in order. Returns how many rows were sampled.
-    ///
-    /// # Errors
-    /// As [`Backend::step`]; [`Error::StepTooLarge`] for more sampled rows than the largest batch; [`Error::Option`] if
-    /// `sampling` is not one for each. Panics: none.
-    pub fn prefill(&mut self, plan: &StepPlan<'_>, sampling: &[Sampling]) -> Result<usize> {
-        let rows = plan.logit_rows().len();
-        if sampling.len() != rows {
-            let problem = format!("is for {} rows, {rows} want a token", sampling.len());
-            return Err(Error::Option {
-                option: "sampling",
-                problem,
-            });
-        }
-        if rows > self.options.max_batch_size {
-            return Err(Error::StepTooLarge {
-                tokens: rows,
-                max: self.options.max_batch_size,
-            });
-        }
-        self.step(plan)?;
-        if rows > 0 {
-            self.staging.begin()?;
-            let (stream, staging) = (&self.stream, &mut self.staging);
-            self.packed.upload_sampling(stream, staging, plan, sampling)?;
-            self.staging.end(&self.stream)?;
-            self.sample(SampledBy::Packed, rows)?;
-        }
-        self.asked[0] = sampling.iter().map(|sampling| sampling.top_logprobs).collect();
-        Ok(rows)
-    }
-
-    /// As [`prefill`](Self::prefill), with the next tokens of sequences in the same pass over the weights: the last
-    /// `continued` chunks have one token each, whose id is not that of the plan but the one sampled last for the slot. Their
-    /// attention is that of a decode step.
-    ///
-    /// # Errors
-    /// As for `prefill`; [`Error::Option`] if one of these chunks has more than one token. Panics: none.
-    pub fn prefill_and_decode(
-        &mut self,
-        plan: &StepPlan<'_>,
-        continued: usize,
-        sampling: &[Sampling],
-    ) -> Result<usize> {
-        let chunks = plan.chunks();
-        let first = chunks.len().checked_sub(continued);
-        if first.is_none_or(|first| chunks[first..].iter().any(|chunk| chunk.len != 1)) {
-            return Err(Error::Option {
-                option: "continued",
-                problem: format!("is {continued}; so many chunks of one token at the end are not there"),
-            });
-        }
-        self.continued = continued;
-        let sampled = self.prefill(plan, sampling);
-        self.continued = 0;
-        sampled
-    }
-
-    /// Queues a decode step: the next token of each of `rows`, from the token sampled last for its slot. Replays the
-    /// bucket's graph if [`capture`](Self::capture) has run.
-    ///
-    /// # Errors
-    /// [`Error::StepTooLarge`] for more rows than the largest batch; [`Error::Option`] for a slot or position outside
-    /// the page table; [`Error::Cuda`]. Panics: none.
-    pub fn decode(&mut self, rows: &[DecodeRow]) -> Result<()> {
-        let bucket = self.set_decode_rows(rows)?;
-        self.asked[1].clear();
-        self.asked[1].extend(rows.iter().map(|row| row.sampling.top_logprobs));
-        if bucket == 0 {
-            return Ok(());
-        }
-        if let Some(trace) = &mut self.trace {
-            trace.record(&self.stream, false)?;
-        }
-        match self.graphs.take() {
-            Some(graphs) => {
-                let replayed = graphs.replay(bucket);
-                self.graphs = Some(graphs);
-                replayed?;
-            }
-            None => self.run_decode(bucket)?,
-        }
-        if let Some(trace) = &mut self.trace {
-            trace.record(&self.stream, true)?;
-        }
-        self.decode.advanced(bucket);
-        Ok(())
-    }
-
-    /// Whether decode steps read pages that neighbouring rows share, such as the prompt of a group's siblings, once for all of
-    /// them; on at first. Counts for steps that are launched and graphs that are captured afterwards.
-    pub fn share_reads(&mut self, on: bool) {
-        self.attention.share_reads = on;
-    }
-
-    /// Chooses the algorithms of a layer's products for packed steps of up to `rows` rows, so that no step stops for it. Not
-    /// between a step and the reading of its logits. Takes milliseconds where the choices are known.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`]. Panics: none.
-    pub fn prepare_products(&mut self, rows: usize) -> Result<()> {
-        let room = self.options.max_tokens.max(self.options.max_batch_size);
-        for class in row_classes(rows.min(room)) {
-            self.rows = Rows::Packed {
-                tokens: class.min(room),
-                wanted: 0,
-                continued: 0,
-            };
-            for matrix in FusedMatrix::ALL {
-                // Over whatever the workspace holds.
-                self.project(0, matrix)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Captures a graph for every bucket, the largest first. Later decode steps replay them.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`] and those of the operations; decode steps then go on without graphs. Panics: none.
-    pub fn capture(&mut self) -> Result<&CaptureReport> {
-        self.graphs = None;
-        let bucket = self.set_decode_rows(&[DecodeRow::greedy(0, 0)])?;
-        debug_assert!(bucket > 0);
-        let (stream, buckets) = (self.stream.clone(), self.buckets.clone());
-        let captured = GraphCache::capture(
-            &stream,
-            buckets,
-            (),
-            &CaptureOptions::default(),
-            |_, (), bucket| self.run_decode(bucket),
-        )?;
-        Ok(self.graphs.insert(captured).report())
-    }
-
-    /// What capturing cost; `None` before [`capture`](Self::capture).
-    pub fn capture_report(&self) -> Option<&CaptureReport> {
-        self.graphs.as_ref().map(GraphCache::report)
-    }
-
-    /// Queues the read-back of the sampled rows of the steps given so far: those of the last packed step, then those
-    /// of the last decode step.
-    ///
-    /// # Errors
-    /// [`Error::StepTooLarge`] for more rows than there are; [`Error::Cuda`]. Panics: none.
-    pub fn read_back(&mut self, packed_rows: usize, decode_rows: usize) -> Result<Pending> {
-        let [packed, decode] = &self.asked;
-        let first = |asked: &[u32], rows: usize| match asked.get(..rows) {
-            Some(asked) => Ok(asked.to_vec()),
-            None => Err(Error::StepTooLarge {
-                tokens: rows,
-                max: asked.len(),
-            }),
-        };
-        let asked = [first(packed, packed_rows)?, first(decode, decode_rows)?];
-        self.results.read_back(&self.stream, &self.sampled, asked)
-    }
-
-    /// Waits for sampled rows: those of the packed step, then those of the decode step.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`], also for errors of the kernels that computed them. Panics: none.
-    pub fn collect(&mut self, pending: Pending) -> Result<Vec<SampledToken>> {
-        self.results.collect(pending)
-    }
-
-    /// Forgets what is under way: waits for the device and makes no use of what it computed.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`]. Panics: none.
-    pub fn reset(&mut self) -> Result<()> {
-        self.decode.forget();
-        Ok(self.stream.synchronize()?)
-    }
-
-    /// Checks and announces the rows of a decode step. Returns the bucket, 0 without rows.
-    fn set_decode_rows(&mut self, rows: &[DecodeRow]) -> Result<usize> {
-        let table = self.options.page_table();
-        let max_len = table.max_pages_per_slot * table.page_size;
-        for row in rows {
-            if row.slot >= table.n_slots || row.position >= max_len {
-                let problem = format!(
-                    "slot {} at position {} is outside the {} slots of {max_len} positions",
-                    row.slot, row.position, table.n_slots
-                );
-                return Err(Error::Option {
-                    option: "rows",
-                    problem,
-                });
-            }
-        }
-        if rows.is_empty() {
-            return Ok(0);
-        }
-        let Some(bucket) = self.buckets.for_batch(rows.len()) else {
-            return Err(Error::StepTooLarge {
-                tokens: rows.len(),
-                max: self.options.max_batch_size,
-            });
-        };
-        self.staging.begin()?;
-        self.decode.set(&self.stream, &mut self.staging, rows, bucket)?;
-        self.staging.end(&self.stream)?;
-        Ok(bucket)
-    }
-
-    /// Everything that a decode graph holds.
-    fn run_decode(&mut self, bucket: usize) -> Result<()> {
-        self.rows = Rows::Decode { bucket };
-        walk(self)?;
-        self.sample(SampledBy::Decode, bucket)
     }
 }
 
