@@ -45,7 +45,7 @@ impl Default for LoadOptions {
     }
 }
 
-/// [`Backend`] on the processor's cores and vector units.
+/// [`Backend`](crate::Backend) on the processor's cores and vector units.
 ///
 /// A step runs on rayon's threads. A token's logits depend on its own sequence only, bit for bit:
 /// not on what else is in the step, and not on how a prompt was cut into chunks.
@@ -76,7 +76,7 @@ pub struct CpuBackend {
     attention: Attention,
 }
 
-/// What [`Backend::prepare`] took over.
+/// What [`Backend::prepare`](crate::Backend::prepare) took over.
 #[derive(Default)]
 struct Step {
     token_ids: Vec<u32>,

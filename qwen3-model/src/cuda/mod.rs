@@ -1,9 +1,9 @@
 //! The model on an NVIDIA GPU.
 //!
-//! [`CudaBackend`] is the second implementation of [`Backend`]: our own kernels between matrix
+//! [`CudaBackend`] is the second implementation of [`Backend`](crate::Backend): our own kernels between matrix
 //! products by cuBLASLt (on Hopper by kernels of our own for decode steps of up to 64 rows), all on
 //! one stream, over buffers whose addresses never change. Two kinds of
-//! steps share the buffers and the [`walk`] over the layers:
+//! steps share the buffers and the [`walk`](crate::walk) over the layers:
 //!
 //! ```text
 //!   packed step   prompts, any mix of chunks,     inputs uploaded, kernels launched one by one
@@ -17,7 +17,7 @@
 //! stay valid; padded rows have slot 0 and can write page 0 alone.
 //!
 //! **What may surprise.** Operations are queued and do not wait: [`CudaBackend::collect`] and
-//! [`read_logits`](Backend::read_logits) do. A decode step takes its input tokens from what was
+//! [`read_logits`](crate::Backend::read_logits) do. A decode step takes its input tokens from what was
 //! sampled last for each slot, on the device: the host need not have seen them.
 //!
 //! The numbers: weights, keys, values and the inputs of products are bf16; the residual stream, what

@@ -16,7 +16,7 @@ impl CudaBackend {
     /// steps that need the changes are given; a packed step without it brings its own table.
     ///
     /// # Errors
-    /// [`Error::CudaCache`] for a table of another shape than [`CudaOptions::page_table`]. Panics: none.
+    /// [`Error::CudaCache`] for a table of another shape than [`CudaOptions::page_table`](super::CudaOptions::page_table). Panics: none.
     pub fn sync_pages(&mut self, table: &mut PageTable) -> Result<()> {
         self.mirror.update(&self.stream, table)?;
         self.mirrored = true;
