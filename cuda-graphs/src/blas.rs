@@ -235,10 +235,11 @@ impl BlasLt {
         Ok(raw)
     }
 
-    fn layout(&self, element: c_int, rows: usize, cols: usize) -> Result<Owned> {
+    /// Of columns that begin `stride` elements apart.
+    fn layout(&self, element: c_int, rows: usize, cols: usize, stride: usize) -> Result<Owned> {
         let raw = self.made("cublasLtMatrixLayoutCreate", |raw| {
             // SAFETY: writes one handle.
-            unsafe { (self.layout_create)(raw, element, rows as u64, cols as u64, rows as i64) }
+            unsafe { (self.layout_create)(raw, element, rows as u64, cols as u64, stride as i64) }
         })?;
         Ok(Owned {
             raw,
@@ -301,6 +302,17 @@ impl Product {
         output: c_int,
         name: impl Into<String>,
     ) -> Result<Self> {
+        Self::with_stride(lt, [m, n, k], n, output, name)
+    }
+
+    /// The same with rows of Y `stride` elements apart.
+    pub(crate) fn with_stride(
+        lt: &BlasLt,
+        [m, n, k]: [usize; 3],
+        stride: usize,
+        output: c_int,
+        name: impl Into<String>,
+    ) -> Result<Self> {
         let raw = lt.made("cublasLtMatmulDescCreate", |raw| {
             // SAFETY: writes one handle.
             unsafe { (lt.desc_create)(raw, COMPUTE_F32, TYPE_F32) }
@@ -321,9 +333,9 @@ impl Product {
         };
         lt.check("cublasLtMatmulDescSetAttribute", &name, status)?;
         Ok(Self {
-            a: lt.layout(TYPE_BF16, k, n)?,
-            b: lt.layout(TYPE_BF16, k, m)?,
-            c: lt.layout(output, n, m)?,
+            a: lt.layout(TYPE_BF16, k, n, k)?,
+            b: lt.layout(TYPE_BF16, k, m, k)?,
+            c: lt.layout(output, n, m, stride)?,
             desc,
             name,
         })

@@ -157,6 +157,8 @@ pub struct MatmulReport {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct PlanKey {
     dims: MatmulDims,
+    /// Elements from a row of Y to the next.
+    stride: usize,
     output: std::ffi::c_int,
     residual: bool,
 }
@@ -281,9 +283,73 @@ impl Matmul {
         residual: Option<DeviceSlice<'a, T>>,
     ) -> Result<()> {
         let (x, w, y) = (x.into(), w.into(), y.into());
-        let at = self.check(dims, x, w, y, residual)?;
+        self.run(dims, dims.n, [x, w], y, residual)
+    }
+
+    /// As [`Matmul::multiply`], into `dims.n` neighbouring columns of a wider `y` of `stride` columns, from column `first` on;
+    /// the others are not touched. So the rows of a large W can be multiplied by piece after piece.
+    ///
+    /// ```no_run
+    /// # use cuda_graphs::*;
+    /// # let device = Device::open(0)?;
+    /// # let stream = Stream::new(&device)?;
+    /// use half::bf16;
+    ///
+    /// let matmul = Matmul::new(&stream)?;
+    /// let dims = MatmulDims { m: 8, n: 32, k: 64 };
+    /// let (x, w) = (DeviceBuffer::<bf16>::zeroed(&device, 8 * 64)?, DeviceBuffer::<bf16>::zeroed(&device, 96 * 64)?);
+    /// let y = DeviceBuffer::<f32>::zeroed(&device, 8 * 96)?;
+    /// for first in [0, 32, 64] {
+    ///     matmul.multiply_columns(dims, &x, w.slice(first * 64..(first + 32) * 64)?, &y, first, 96)?;
+    /// }
+    /// # Ok::<(), cuda_graphs::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Matmul::multiply`]; [`Error::LengthMismatch`] if `y` is not `dims.m` times `stride` long,
+    /// [`Error::InvalidArgument`] for columns that it does not have, and for a `stride` whose bytes are no multiple of 16.
+    pub fn multiply_columns<'a, T: MatmulElement>(
+        &self,
+        dims: MatmulDims,
+        x: impl Into<DeviceSlice<'a, bf16>>,
+        w: impl Into<DeviceSlice<'a, bf16>>,
+        y: impl Into<DeviceSlice<'a, T>>,
+        first: usize,
+        stride: usize,
+    ) -> Result<()> {
+        let (x, w, y) = (x.into(), w.into(), y.into());
+        let MatmulDims { m, n, .. } = dims;
+        let fits = first.checked_add(n).is_some_and(|end| end <= stride);
+        if !fits || !(stride as u64).is_multiple_of(ALIGNMENT / size_of::<T>() as u64) {
+            return Err(Error::InvalidArgument {
+                what: "product",
+                why: format!("columns {first}.. of {stride} for {n}"),
+            });
+        }
+        let expected = m.checked_mul(stride).unwrap_or(usize::MAX);
+        if m == 0 || y.len() != expected {
+            return Err(Error::LengthMismatch {
+                what: "Y of a product",
+                expected,
+                got: y.len(),
+            });
+        }
+        let columns = y.slice(first..(m - 1) * stride + first + n)?;
+        self.run(dims, stride, [x, w], columns, None)
+    }
+
+    fn run<T: MatmulElement>(
+        &self,
+        dims: MatmulDims,
+        stride: usize,
+        [x, w]: [DeviceSlice<'_, bf16>; 2],
+        y: DeviceSlice<'_, T>,
+        residual: Option<DeviceSlice<'_, T>>,
+    ) -> Result<()> {
+        let at = self.check(dims, stride, [x, w], y, residual)?;
         let key = PlanKey {
             dims,
+            stride,
             output: T::CODE,
             residual: residual.is_some(),
         };
@@ -327,6 +393,7 @@ impl Matmul {
         let w = w.into();
         let key = PlanKey {
             dims,
+            stride: dims.n,
             output: T::CODE,
             residual: with_residual,
         };
@@ -368,8 +435,8 @@ impl Matmul {
     fn check<T: MatmulElement>(
         &self,
         dims: MatmulDims,
-        x: DeviceSlice<'_, bf16>,
-        w: DeviceSlice<'_, bf16>,
+        stride: usize,
+        [x, w]: [DeviceSlice<'_, bf16>; 2],
         y: DeviceSlice<'_, T>,
         residual: Option<DeviceSlice<'_, T>>,
     ) -> Result<Addresses> {
@@ -394,7 +461,9 @@ impl Matmul {
         }
         length("X of a product", m.checked_mul(k), x.len())?;
         length("W of a product", n.checked_mul(k), w.len())?;
-        length("Y of a product", m.checked_mul(n), y.len())?;
+        // Up to the last element of the last row.
+        let spanned = (m - 1).checked_mul(stride).and_then(|rows| rows.checked_add(n));
+        length("Y of a product", spanned, y.len())?;
         let span = |ptr: u64, bytes: usize| ptr..ptr + bytes as u64;
         let written = span(y.ptr(), y.byte_len());
         let overlaps = |ptr: u64, bytes: usize| {
@@ -454,7 +523,13 @@ impl Matmul {
             ..key.dims
         };
         let class_name = name::<T>(class, key.residual) + &self.class;
-        let product = Product::new(self.lt, [m, n, k], T::CODE, name::<T>(key.dims, key.residual))?;
+        let product = Product::with_stride(
+            self.lt,
+            [m, n, k],
+            key.stride,
+            T::CODE,
+            name::<T>(key.dims, key.residual),
+        )?;
         let workspace = self.workspace.len();
         let tuner = Tuner {
             lt: self.lt,
@@ -558,6 +633,7 @@ impl Matmul {
             |choice: &Choice| product.accepts(self.lt, &self.handle, &choice.algorithm, self.workspace.len());
         let any_rows = PlanKey {
             dims: MatmulDims { m: 0, ..key.dims },
+            stride: key.dims.n,
             ..key
         };
         let reference = match state.references.get(&any_rows) {

@@ -1,8 +1,8 @@
-// A matrix in 4 bits to bf16, with the bits that bitsandbytes gives.
+// Rows of a matrix in 4 bits to bf16, with the bits that bitsandbytes gives.
 //
 //   out[n, k] = bf16( map[nibble of (n, k)] * absmax[k / 64, n] )
 //
-// packed u8 [rows, 32 blocks], absmax f32 [blocks, rows], out bf16 [rows, 64 blocks]. A thread takes eight weights at a time, so
+// packed u8 [rows, 32 blocks], absmax f32 [blocks, stride], out bf16 [rows, 64 blocks]; packed and absmax begin at the first row. A thread takes eight weights at a time, so
 // that neighbours read and write neighbours. A byte of two weights is looked up in shared memory, as two f32 values of the map;
 // each multiple of 16 bytes of banks has a copy of the table, so that no two lanes meet in a bank. Blocks stay for as long as
 // there is work, since each makes the table.
@@ -18,6 +18,8 @@ struct Nf4DequantizeParams {
     u16* out;
     u32 rows;
     u32 blocks; // of a row
+    u32 stride; // rows of the whole matrix
+    u32 unused;
     float map[16];
 };
 
@@ -51,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS)
             const u32 block = (u32)(at / 8); // fewer than 2^32 blocks: a matrix has fewer than 2^38 elements
             const bool valid = at < n_words;
             words[i] = valid ? __ldcs(p.packed + at) : 0;
-            absmax[i] = valid ? p.absmax[(u64)(block % p.blocks) * p.rows + block / p.blocks] : 0.f;
+            absmax[i] = valid ? p.absmax[(u64)(block % p.blocks) * p.stride + block / p.blocks] : 0.f;
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {

@@ -50,8 +50,18 @@ fn products_agree_with_f64_whatever_the_number_of_rows() {
         let w = FourBitBuffer::upload(&gpu.stream, &parts.iter().collect::<Vec<_>>()).unwrap();
         let values: Vec<bf16> = parts.iter().flat_map(QuantizedMatrix::dequantize).collect();
         let out = gpu.poisoned::<bf16>(rows * cols);
-        kernels.dequantize(&gpu.stream, &w, out.as_slice()).unwrap();
+        kernels
+            .dequantize(&gpu.stream, &w, 0..rows, out.as_slice())
+            .unwrap();
         assert!(gpu.get(&out) == values, "{rows} x {cols}: dequantised");
+        // A piece of it, and nothing beside it.
+        let piece = rows / 3..rows - rows / 4;
+        let out = gpu.poisoned::<bf16>(rows * cols);
+        let to = out.slice(..piece.len() * cols).unwrap();
+        kernels.dequantize(&gpu.stream, &w, piece.clone(), to).unwrap();
+        let got = gpu.get(&out);
+        assert!(got[..piece.len() * cols] == values[piece.start * cols..piece.end * cols]);
+        assert!(got[piece.len() * cols..].iter().all(|x| x.to_bits() == u16::MAX));
         let x = bf16s(&mut rng, 64 * cols, 1.0);
         let device_x = gpu.put(&x);
         let mut first: Option<Vec<f32>> = None;
@@ -124,7 +134,9 @@ fn quantising_gives_the_bits_of_the_cpu() {
                 .unwrap();
         }
         let out = gpu.poisoned::<bf16>(rows * cols);
-        kernels.dequantize(&gpu.stream, &w, out.as_slice()).unwrap();
+        kernels
+            .dequantize(&gpu.stream, &w, 0..rows, out.as_slice())
+            .unwrap();
         assert!(gpu.get(&out) == expected.dequantize(), "{quant_type:?}");
     }
 }

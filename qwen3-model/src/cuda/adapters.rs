@@ -353,9 +353,7 @@ impl CudaBackend {
     /// The pristine values of a module, `[out, in]`; of one in 4 bits, dequantised.
     pub(super) fn base_values(&self, module: usize) -> Result<Vec<bf16>> {
         if let (Some((matrix, rows)), Some(four_bit)) = (self.four_bit_module(module), &self.four_bit) {
-            let values = four_bit.dequantized(&self.stream, matrix)?;
-            let values = values.slice(rows.start * matrix.cols()..rows.end * matrix.cols())?;
-            return Ok(self.stream.download(values)?);
+            return four_bit.values(&self.stream, matrix, rows);
         }
         Ok(match self.adapters.pristine.get(&module) {
             Some(Pristine::Device(copy)) => self.stream.download(copy)?,

@@ -1,6 +1,6 @@
 //! Products with matrices in 4 bits: decode steps through one persistent kernel per layer, other steps of few rows through a
-//! kernel that decodes in registers, many rows by a bf16 copy that lives as long as the product, in one buffer for all
-//! matrices.
+//! kernel that decodes in registers, many rows by a bf16 copy of some rows of the matrix at a time: the copy is small enough
+//! to stay in the second-level cache until its product has read it.
 //!
 //! ```text
 //!   embed, norm ─▶ [QKV 0] ─▶ rope, attention 0 ─▶ [O 0, MLP 0, QKV 1] ─▶ … ─▶ [O, MLP] ─▶ final norm, head
@@ -9,7 +9,9 @@
 //! Brackets are launches of that kernel. With adapters beside the weights, or other matrices among those in 4 bits, each
 //! product is a launch of its own.
 
-use cuda_graphs::{Compiler, DeviceBuffer, DeviceSlice, MatmulDims, Stream};
+use std::ops::Range;
+
+use cuda_graphs::{Compiler, DeviceBuffer, DeviceSlice, Matmul, MatmulDims, Stream};
 use half::bf16;
 
 use super::weights::{DeviceWeights, fused_shape};
@@ -24,13 +26,18 @@ use crate::{FusedMatrix, Qwen3Config, Result};
 /// measured on an H200.
 const FUSED_ROWS: usize = 16;
 const _: () = assert!(FUSED_ROWS <= FOUR_BIT_ROWS);
+/// Rows of a matrix are dequantised so many at a time, or a multiple: as many as the tiles of a product of 4,096 rows need to
+/// occupy 128 multiprocessors.
+const SLAB_ROWS: usize = 1024;
+/// Bytes that the copy of several times as many must not exceed.
+const SLAB_BYTES: usize = 16 << 20;
 
 #[derive(Debug)]
 pub(super) struct FourBit {
     kernels: FourBitKernels,
     layers: Option<Layers>,
-    /// Room for the largest matrix, `[rows, cols]`.
-    dequantized: DeviceBuffer<bf16>,
+    /// Room for the largest slab, `[rows, cols]`.
+    slab: DeviceBuffer<bf16>,
 }
 
 /// The persistent kernel and its buffers.
@@ -61,8 +68,10 @@ impl FourBit {
             };
             (0..weights.layers.len()).flat_map(of_layer)
         };
-        let sizes =
-            all().filter_map(|(m, four_bit)| four_bit.map(|_| fused_shape(config, m).iter().product()));
+        let sizes = all().filter_map(|(matrix, four_bit)| {
+            let [rows, cols] = fused_shape(config, matrix);
+            four_bit.map(|_| slab_rows(rows, cols) * cols)
+        });
         let Some(largest) = sizes.max() else {
             return Ok(None);
         };
@@ -73,20 +82,70 @@ impl FourBit {
         Ok(Some(Self {
             kernels: FourBitKernels::load(compiler, stream.device())?,
             layers: Layers::new(stream, compiler, config, whole)?,
-            dequantized: DeviceBuffer::zeroed(stream.device(), largest)?,
+            slab: DeviceBuffer::zeroed(stream.device(), largest)?,
         }))
     }
 
-    /// The values of `matrix`, whole: valid until the next call for the stream's work.
-    pub(super) fn dequantized(
+    /// The values of `rows` of `matrix`, not more than a slab: valid until the next call for the stream's work.
+    fn dequantized(
         &self,
         stream: &Stream,
         matrix: &FourBitBuffer,
+        rows: Range<usize>,
     ) -> Result<DeviceSlice<'_, bf16>> {
-        let out = self.dequantized.slice(..matrix.rows() * matrix.cols())?;
-        self.kernels.dequantize(stream, matrix, out)?;
+        let out = self.slab.slice(..rows.len() * matrix.cols())?;
+        self.kernels.dequantize(stream, matrix, rows, out)?;
         Ok(out)
     }
+
+    /// The values of `rows` of `matrix` on the host.
+    pub(super) fn values(
+        &self,
+        stream: &Stream,
+        matrix: &FourBitBuffer,
+        rows: Range<usize>,
+    ) -> Result<Vec<bf16>> {
+        let mut values = Vec::with_capacity(rows.len() * matrix.cols());
+        for rows in slabs(rows, slab_rows(matrix.rows(), matrix.cols())) {
+            values.extend(stream.download(self.dequantized(stream, matrix, rows)?)?);
+        }
+        Ok(values)
+    }
+
+    /// `y = x · Wᵀ` for any number of rows `m`, slab by slab.
+    fn multiply_slabs(
+        &self,
+        matmul: &Matmul,
+        m: usize,
+        x: DeviceSlice<'_, bf16>,
+        weight: &FourBitBuffer,
+        y: ProductOutput<'_>,
+    ) -> Result<()> {
+        let (n, k) = (weight.rows(), weight.cols());
+        for rows in slabs(0..n, slab_rows(n, k)) {
+            let w = self.dequantized(matmul.stream(), weight, rows.clone())?;
+            let (n, first, stride) = (rows.len(), rows.start, n);
+            let dims = MatmulDims { m, n, k };
+            match y {
+                ProductOutput::Bf16(y) => matmul.multiply_columns(dims, x, w, y, first, stride)?,
+                ProductOutput::F32(y) => matmul.multiply_columns(dims, x, w, y, first, stride)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Rows of a slab of a matrix `[rows, cols]`.
+fn slab_rows(rows: usize, cols: usize) -> usize {
+    let times = SLAB_BYTES / (SLAB_ROWS * cols * size_of::<bf16>()).max(1);
+    rows.min(times.max(1) * SLAB_ROWS)
+}
+
+/// `rows` in pieces of at most `most`.
+fn slabs(rows: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = rows.end;
+    rows.step_by(most.max(1))
+        .map(move |first| first..end.min(first + most))
 }
 
 impl Layers {
@@ -180,13 +239,7 @@ impl CudaBackend {
             }
             _ => {}
         }
-        let w = four_bit.dequantized(&self.stream, weight)?;
-        let (n, k) = (weight.rows(), weight.cols());
-        let dims = MatmulDims { m, n, k };
-        match y {
-            ProductOutput::Bf16(y) => self.matmul.multiply(dims, x, w, y, None)?,
-            ProductOutput::F32(y) => self.matmul.multiply(dims, x, w, y, None)?,
-        }
+        four_bit.multiply_slabs(&self.matmul, m, x, weight, y)?;
         self.add_unmerged(layer, matrix)?;
         Ok(true)
     }
@@ -303,5 +356,24 @@ impl CudaBackend {
                 eps: config.rms_norm_eps as f32,
             },
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slabs_cover_every_row_once_and_stay_small() {
+        let of = |rows, cols| slabs(0..rows, slab_rows(rows, cols)).collect::<Vec<_>>();
+        for (rows, cols, pieces) in [(6144, 2560, 2), (2560, 4096, 2), (19_456, 2560, 7), (2560, 9728, 3), (16, 64, 1)] {
+            let slabs = of(rows, cols);
+            assert_eq!(slabs.len(), pieces, "{rows} x {cols}");
+            assert_eq!((slabs[0].start, slabs[pieces - 1].end), (0, rows));
+            assert!(slabs.windows(2).all(|pair| pair[0].end == pair[1].start));
+            let most = slabs.iter().map(|rows| rows.len() * cols * 2).max();
+            assert!(most.is_some_and(|bytes| bytes <= 20 << 20));
+        }
+        assert_eq!(slabs(5..9, 3).collect::<Vec<_>>(), [5..8, 8..9]);
     }
 }

@@ -1,11 +1,14 @@
 //! Products with matrices in 4 bits, and such matrices to bf16.
 
+use std::ops::Range;
+
 use bytemuck::{Pod, Zeroable};
 use cuda_graphs::{
     Compiler, Device, DeviceBuffer, DeviceSlice, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
 };
 use half::bf16;
 
+use super::four_bit_layer::rounded_map;
 use super::{aligned, refuse, same, small, spec};
 use crate::{QuantType, QuantizedMatrix, Result};
 
@@ -66,6 +69,8 @@ pub struct FourBitBuffer {
     /// `[cols / FOUR_BIT_BLOCK, rows]`: the scales of neighbouring rows are neighbours.
     absmax: DeviceBuffer<f32>,
     map: [f32; 16],
+    /// What the persistent kernel multiplies by in its place.
+    rounded_map: ([bf16; 16], f32),
     rows: usize,
     cols: usize,
 }
@@ -121,6 +126,7 @@ impl FourBitBuffer {
             packed,
             absmax,
             map,
+            rounded_map: rounded_map(&map),
             rows,
             cols,
         })
@@ -140,6 +146,7 @@ impl FourBitBuffer {
             packed: DeviceBuffer::zeroed(device, rows * cols / 8)?,
             absmax: DeviceBuffer::zeroed(device, rows * cols / FOUR_BIT_BLOCK)?,
             map: quant_type.map(),
+            rounded_map: rounded_map(&quant_type.map()),
             rows,
             cols,
         })
@@ -157,6 +164,11 @@ impl FourBitBuffer {
 
     pub(crate) fn map(&self) -> &[f32; 16] {
         &self.map
+    }
+
+    /// See [`rounded_map`].
+    pub(super) fn rounded_map(&self) -> ([bf16; 16], f32) {
+        self.rounded_map
     }
 
     pub(super) fn packed(&self) -> DeviceSlice<'_, u32> {
@@ -195,7 +207,7 @@ impl ProductOutput<'_> {
         }
     }
 
-    fn slice(&self, range: std::ops::Range<usize>) -> Result<Self> {
+    fn slice(&self, range: Range<usize>) -> Result<Self> {
         Ok(match self {
             Self::Bf16(y) => Self::Bf16(y.slice(range)?),
             Self::F32(y) => Self::F32(y.slice(range)?),
@@ -245,6 +257,8 @@ struct DequantizeParams {
     out: u64,
     rows: u32,
     blocks: u32,
+    stride: u32,
+    unused: u32,
     map: [f32; 16],
 }
 
@@ -357,25 +371,37 @@ impl FourBitKernels {
         Ok(unsafe { kernel.launch(stream, &config, &params) }?)
     }
 
-    /// The values of `w` as bf16, `[rows, cols]`, into `out`.
+    /// The values of `rows` of `w` as bf16, `[rows, cols]`, into `out`.
     ///
     /// # Errors
-    /// [`Error::Option`](crate::Error::Option) for an `out` of another size; [`Error::Cuda`](crate::Error::Cuda).
-    /// Panics: none.
-    pub fn dequantize(&self, stream: &Stream, w: &FourBitBuffer, out: DeviceSlice<'_, bf16>) -> Result<()> {
-        same("out", out.len(), w.rows * w.cols)?;
+    /// [`Error::Option`](crate::Error::Option) for rows that are not there and an `out` of another size;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn dequantize(
+        &self,
+        stream: &Stream,
+        w: &FourBitBuffer,
+        rows: Range<usize>,
+        out: DeviceSlice<'_, bf16>,
+    ) -> Result<()> {
+        if rows.start >= rows.end || rows.end > w.rows {
+            return refuse("rows", format!("are {rows:?} of {}", w.rows));
+        }
+        same("out", out.len(), rows.len() * w.cols)?;
         aligned("out", out.ptr(), 16)?;
         stream.keep_memory(out);
         w.keep(stream);
+        let packed = w.packed.slice(rows.start * w.cols / 8..rows.end * w.cols / 8)?;
         let params = DequantizeParams {
-            packed: w.packed.ptr(),
-            absmax: w.absmax.ptr(),
+            packed: packed.ptr(),
+            absmax: w.absmax.slice(rows.start..)?.ptr(),
             out: out.ptr(),
-            rows: small("rows", w.rows)?,
+            rows: small("rows", rows.len())?,
             blocks: small("cols", w.cols / FOUR_BIT_BLOCK)?,
+            stride: small("rows", w.rows)?,
+            unused: 0,
             map: w.map,
         };
-        let work = (w.rows * w.cols).div_ceil(8 * DEQUANTIZE_WORDS * DEQUANTIZE_THREADS as usize);
+        let work = (rows.len() * w.cols).div_ceil(8 * DEQUANTIZE_WORDS * DEQUANTIZE_THREADS as usize);
         let blocks = work.clamp(1, self.multiprocessors.max(1) * DEQUANTIZE_BLOCKS);
         let config = LaunchConfig::new(small("blocks", blocks)?, DEQUANTIZE_THREADS).programmatic(true);
         // SAFETY: as in `multiply`.

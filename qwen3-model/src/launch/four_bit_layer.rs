@@ -220,7 +220,7 @@ impl Boxes {
 
 /// Values to multiply by instead of a map's, in bf16, and the factor of their sums: one factor on the whole map, chosen so that
 /// rounding changes it least.
-fn rounded_map(map: &[f32; 16]) -> ([bf16; 16], f32) {
+pub(super) fn rounded_map(map: &[f32; 16]) -> ([bf16; 16], f32) {
     const CANDIDATES: usize = 256;
     let mut best = ([bf16::ZERO; 16], 1.0, f64::INFINITY);
     for i in 0..CANDIDATES {
@@ -317,7 +317,7 @@ impl FourBitLayer {
         same("counters", op.counters.len(), MAX_STAGES)?;
         stream.keep_memory(op.counters);
         stream.keep_memory(op.clear);
-        let (values, scale) = rounded_map(map);
+        let (values, scale) = first.weight.rounded_map();
         let mut params = LayerParams {
             counters: op.counters.ptr(),
             clear: op.clear.ptr(),
