@@ -326,7 +326,7 @@ impl Matmul {
                 why: format!("columns {first}.. of {stride} for {n}"),
             });
         }
-        let expected = m.checked_mul(stride).unwrap_or(usize::MAX);
+        let expected = m.saturating_mul(stride);
         if m == 0 || y.len() != expected {
             return Err(Error::LengthMismatch {
                 what: "Y of a product",

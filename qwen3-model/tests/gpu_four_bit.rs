@@ -233,6 +233,38 @@ fn the_quantised_model_is_the_cpus_with_and_without_an_adapter() {
     assert_eq!(four_bit.backend().policy(), version);
 }
 
+/// Matrices that are dequantised in several pieces, one of them smaller, against the same values in bf16.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn prompts_through_pieces_of_large_matrices_are_those_of_whole_ones() {
+    let gpu = Gpu::open();
+    let mut config = Qwen3Config::published_shape("qwen3-4b").unwrap();
+    (config.n_layers, config.vocab_size) = (2, 571);
+    let weights = Weights::random(&config, 3)
+        .quantized(QuantType::Nf4, false)
+        .unwrap();
+    let load = |weights: &Weights| {
+        let source = WeightSource::Given(weights);
+        Model::new(CudaBackend::new(&gpu.device, &gpu.compiler, config.clone(), source, options()).unwrap())
+    };
+    let mut four_bit = load(&weights);
+    let mut full = load(&weights.dequantized());
+    let ids: Vec<u32> = (0..230).map(|i| (i * 37 + i * i) % 571).collect();
+    // The products of 230 rows have the same values; those of 16 are rounded elsewhere.
+    let size = |logits: &[f32]| mean_difference(logits, &vec![0.0; logits.len()]);
+    let theirs = logits(&mut full, &ids, 230);
+    let off = mean_difference(&logits(&mut four_bit, &ids, 230), &theirs) / size(&theirs);
+    let few = mean_difference(&logits(&mut four_bit, &ids, 16), &theirs) / size(&theirs);
+    println!("off by {off:.2e} of the logits' size, in steps of 16 by {few:.2e}");
+    assert!(off < 1e-2 && few < 2e-2, "{off} and {few}");
+    assert_eq!(logits(&mut four_bit, &ids, 230), logits(&mut four_bit, &ids, 230));
+    let mut cpu = CpuBackend::new(config.clone(), weights, &LoadOptions::default()).unwrap();
+    assert_eq!(
+        four_bit.backend_mut().base_sha256().unwrap(),
+        cpu.base_sha256().unwrap()
+    );
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn random_weights_are_quantised_as_on_the_cpu() {

@@ -323,7 +323,7 @@ impl<R: Runner> Engine<R> {
     /// Serves several policies at once over the base weights: each an adapter at run time, chosen by a request's
     /// [`policy`](crate::Request::policy). Requests that name none are sampled from the base model. They replace all adapters
     /// in force; [`Engine::load_adapter`] and its kin replace them. A request under way that names a policy goes on under the
-    /// new one of that name.
+    /// new one of that name: undisturbed if it is the one of before, computed anew otherwise.
     ///
     /// ```
     /// use rollout_engine::{DeviceChoice, Engine, Request};
@@ -410,6 +410,11 @@ impl<R: Runner> Engine<R> {
             self.adapters.mode = before;
         }
         update
+    }
+
+    /// How the adapters in force, and those to come, are applied.
+    pub fn merge_mode(&self) -> MergeMode {
+        self.adapters.mode
     }
 
     /// The policy in force.

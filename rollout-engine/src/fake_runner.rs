@@ -46,11 +46,14 @@ pub struct FakeRunner {
     nan_token: Option<u32>,
     /// Steps until `submit` fails.
     fail_after: Option<usize>,
-    /// Whether changes of policy fail.
-    fail_policy: bool,
+    /// Changes of policy until all others fail.
+    fail_policy: Option<usize>,
     policy: PolicyVersion,
-    /// How many policies are served by name.
-    n_policies: usize,
+    /// Of sequences under no name: digest of their policy, and what their keys and values depend on, the number of the change
+    /// that brought it.
+    unnamed: ([u8; 32], u64),
+    /// The same of the policies that are served by name, with [`FakeRunner::named`] added.
+    named: Vec<([u8; 32], u64)>,
     /// Which of them the sequence in each slot is computed under.
     slot_policies: Vec<Option<usize>>,
     /// Decode rows and prefill chunks of every step, for tests that look at batches.
@@ -67,9 +70,10 @@ impl FakeRunner {
             submitted: VecDeque::new(),
             nan_token: None,
             fail_after: None,
-            fail_policy: false,
+            fail_policy: None,
             policy: base_policy(),
-            n_policies: 0,
+            unnamed: (base_policy().sha256, 0),
+            named: Vec::new(),
             slot_policies: vec![None; shape.max_batch_size.saturating_add(1)],
             history: Vec::new(),
         }
@@ -104,8 +108,14 @@ impl FakeRunner {
 
     /// Makes changes of policy fail.
     #[must_use]
-    pub fn failing_policy_changes(mut self) -> Self {
-        self.fail_policy = true;
+    pub fn failing_policy_changes(self) -> Self {
+        self.failing_policy_changes_after(0)
+    }
+
+    /// Makes changes of policy fail after `n` from now.
+    #[must_use]
+    pub fn failing_policy_changes_after(mut self, n: usize) -> Self {
+        self.fail_policy = Some(n);
         self
     }
 
@@ -232,12 +242,12 @@ impl FakeRunner {
 
     /// Keys and values depend on the policy that computed them.
     fn salt(&self, slot: Slot) -> u64 {
-        let named = self.slot_policies[slot.index()].map_or(0, Self::named);
-        salt(self.policy.number + named)
+        let named = self.slot_policies[slot.index()].and_then(|policy| self.named.get(policy));
+        salt(named.unwrap_or(&self.unnamed).1)
     }
 
-    /// What [`FakeRunner::expected_under`] takes for the policy that is served by name as number `policy`, beyond the number
-    /// of the version.
+    /// What [`FakeRunner::expected_under`] takes for the policy that came to be served by name as number `policy`, beyond the
+    /// number of the version.
     pub fn named(policy: usize) -> u64 {
         1000 * (policy as u64 + 1)
     }
@@ -319,8 +329,8 @@ impl Runner for FakeRunner {
             self.cells.copy_within(src..src + copy.tokens, dst);
         }
         for of in &step.slot_policies {
-            if of.policy.is_some_and(|policy| policy >= self.n_policies) {
-                return Err(self.error(format!("policy {:?} of {}", of.policy, self.n_policies)));
+            if of.policy.is_some_and(|policy| policy >= self.named.len()) {
+                return Err(self.error(format!("policy {:?} of {}", of.policy, self.named.len())));
             }
             self.slot_policies[of.slot.index()] = of.policy;
         }
@@ -356,12 +366,25 @@ impl Runner for FakeRunner {
     }
 
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
-        self.change(&[active], mode)
+        let update = self.change(&[active], mode)?;
+        self.unnamed = (update.version.sha256, update.version.number);
+        Ok(update)
     }
 
     fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<PolicyUpdate, Error> {
+        let before = self.named.clone();
         let update = self.change(policies, MergeMode::Unmerged)?;
-        self.n_policies = policies.len();
+        let base = base_policy().sha256;
+        if self.unnamed.0 != base {
+            self.unnamed = (base, update.version.number);
+        }
+        let digests = update.policies.iter().enumerate();
+        let named = digests.map(|(i, &digest)| {
+            let same = before.iter().find(|(old, _)| *old == digest);
+            same.copied()
+                .unwrap_or((digest, update.version.number + Self::named(i)))
+        });
+        self.named = named.collect();
         Ok(update)
     }
 }
@@ -371,8 +394,11 @@ impl FakeRunner {
         if !self.submitted.is_empty() {
             return Err(self.error("the policy was changed while steps were under way".into()));
         }
-        if self.fail_policy {
-            return Err(self.error("told to fail".into()));
+        if let Some(left) = self.fail_policy {
+            if left == 0 {
+                return Err(self.error("told to fail".into()));
+            }
+            self.fail_policy = Some(left - 1);
         }
         let digest = |active: &&[ActiveAdapter]| -> [u8; 32] {
             let mut sha = Sha256::new();
@@ -392,7 +418,7 @@ impl FakeRunner {
             number: self.policy.number + 1,
             sha256,
         };
-        self.n_policies = 0;
+        self.named.clear();
         self.slot_policies.fill(None);
         let adapted_modules = policies.iter().map(|active| active.len()).sum();
         Ok(PolicyUpdate {

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Invariants:
-//! * There is a tree for every policy in force, and everything in it was computed under that one. [`PrefixIndex::clear`] comes
-//!   before a change of policies, and a look-up under another policy finds nothing.
+//! * There is a tree for every policy in force, and everything in it was computed under that one. [`PrefixIndex::keep_only`]
+//!   comes with a change of policies, and a look-up under another policy finds nothing.
 //! * The index retains each of its pages once in the page table. A page that only the index holds can be evicted.
 //! * An entry is used no earlier than its descendants, so evicting by least recent use takes leaves before their parents.
 
@@ -180,6 +180,28 @@ impl PrefixIndex {
         Ok(())
     }
 
+    /// From now on the index is for these policies; what was computed under others is forgotten.
+    pub(crate) fn keep_only(
+        &mut self,
+        policies: impl IntoIterator<Item = PolicyVersion>,
+        table: &mut PageTable,
+    ) -> Result<(), Error> {
+        let mut doomed = Vec::new();
+        for (policy, children) in std::mem::replace(&mut self.roots, empty_roots(policies)) {
+            match self.roots.get_mut(&policy) {
+                Some(root) => *root = children,
+                None => doomed.extend(children.into_values()),
+            }
+        }
+        while let Some(id) = doomed.pop() {
+            if let Some(entry) = self.remove(id) {
+                doomed.extend(entry.children.into_values());
+                table.release(entry.page)?;
+            }
+        }
+        Ok(())
+    }
+
     fn child(&self, parent: Parent, tokens: &[u32]) -> Option<EntryId> {
         let children = match parent {
             Parent::Root(policy) => self.roots.get(&policy)?,
@@ -279,6 +301,30 @@ mod tests {
             .expect("inserts");
         table.erase(slot).expect("is live");
         pages
+    }
+
+    #[test]
+    fn a_change_of_policies_forgets_what_belongs_to_those_that_are_no_more() {
+        let (mut index, mut table) = (index(), table(20));
+        let stays = base_policy();
+        let goes = PolicyVersion { number: 7, ..stays };
+        index.keep_only([stays, goes], &mut table).expect("changes");
+        let pages = compute(&mut index, &mut table, &[1, 2, 3, 4]);
+        let slot = table.allocate_slot().expect("a slot");
+        let _ = table.reserve(slot, 6).expect("there is room");
+        table.advance(slot, 6).expect("was reserved");
+        let others: Vec<_> = table.pages(slot).expect("is live").collect();
+        index
+            .insert(goes, &[1, 2, 3, 4, 5, 6], &others, &mut table)
+            .expect("inserts");
+        table.erase(slot).expect("is live");
+        assert_eq!((index.len(), table.free_pages()), (5, 19 - 5));
+        let comes = PolicyVersion { number: 8, ..stays };
+        index.keep_only([comes, stays], &mut table).expect("changes");
+        assert_eq!((index.len(), table.free_pages()), (2, 19 - 2));
+        assert_eq!(index.matching(stays, &[1, 2, 3, 4], 9), pages);
+        assert_eq!(index.matching(goes, &[1, 2, 3, 4], 9), []);
+        assert_eq!(index.evict(9, &mut table).expect("evicts"), 2);
     }
 
     #[test]

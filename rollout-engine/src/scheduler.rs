@@ -42,7 +42,7 @@ use crate::adapters::NamedPolicy;
 use crate::completion::{Event, RequestId, TokenCompletion};
 use crate::prefix_index::PrefixIndex;
 use crate::request::SamplingParams;
-use crate::runner::{Runner, RunnerShape, SampledToken};
+use crate::runner::{Runner, RunnerShape, SampledToken, SlotPolicy};
 use crate::statistics::Statistics;
 use crate::text::{StopText, TextPipeline};
 
@@ -77,6 +77,8 @@ pub struct Scheduler<R> {
     policy: PolicyVersion,
     /// Served by name, in the runner's order.
     named: Vec<NamedPolicy>,
+    /// Policies of slots that the runner was told of before a change, for the next step to tell again.
+    slots_anew: Vec<SlotPolicy>,
     statistics: Statistics,
 }
 
@@ -131,6 +133,7 @@ impl<R: Runner> Scheduler<R> {
             copies: Vec::new(),
             next_id: 0,
             named: Vec::new(),
+            slots_anew: Vec::new(),
             statistics: Statistics::default(),
         })
     }
@@ -444,6 +447,7 @@ impl<R: Runner> Scheduler<R> {
         self.runner.reset();
         self.in_flight.clear();
         self.copies.clear();
+        self.slots_anew.clear();
         self.waiting.clear();
         // What the page table does not know is free already.
         let _ = self.forget_shared();

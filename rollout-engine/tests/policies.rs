@@ -186,6 +186,63 @@ fn names_are_checked_and_a_policy_in_use_stays() {
     assert!(engine.named_policies().is_empty());
 }
 
+/// What stays the same is not computed anew: its requests go on where they were, and its pages stay in the prefix cache.
+#[test]
+fn policies_come_and_go_beside_those_that_stay() {
+    let mut engine = engine();
+    engine
+        .serve_policies([("a", adapter("mult-r32")), ("b", adapter("qv-r8"))])
+        .expect("serves");
+    let case = &golden("mult-r32")[0];
+    let request = Request::token_ids(case.prompt_ids.clone()).max_new_tokens(400);
+    let expected = all(&mut engine, &[request.clone(), request.clone().policy("a")]);
+    let before = (engine.named_policies()[0].version, engine.policy());
+    let hits = engine.statistics().prefix_hits;
+    let ids = [request.clone(), request.clone().policy("a")]
+        .map(|request| engine.submit(&request).expect("is accepted"));
+    let mut finished = vec![None, None];
+    let mut steps = 0;
+    while engine.has_unfinished() {
+        // Every few steps another set; "a" comes to stand in another place.
+        steps += 1;
+        if steps % 10 == 0 {
+            let others = [("b", "qv-r8"), ("c", "layers13-r4"), ("c", "lorabias-r4")];
+            let mut set: Vec<_> = others
+                .iter()
+                .take(steps / 10 % 3)
+                .map(|&(name, dir)| (name, adapter(dir)))
+                .collect();
+            set.push(("a", adapter("mult-r32")));
+            let update = engine.serve_policies(set).expect("serves");
+            assert_eq!(update.continued_requests, 0);
+        }
+        for event in engine.step().expect("steps") {
+            if let rollout_engine::Event::Finished { request, result, .. } = event {
+                let at = ids.iter().position(|id| *id == request).expect("is known");
+                finished[at] = Some(result.expect("completes"));
+            }
+        }
+    }
+    assert!(steps > 30, "{steps}");
+    for (finished, (expected, version)) in finished
+        .into_iter()
+        .zip(expected.iter().zip([before.1, before.0]))
+    {
+        let finished = finished.expect("has finished");
+        assert_eq!(finished.logprobs, expected.logprobs);
+        let span = PolicySpan {
+            first_token: 0,
+            version,
+        };
+        assert_eq!(finished.policies, [span]);
+    }
+    let statistics = engine.statistics();
+    assert_eq!((statistics.prefix_hits, statistics.preemptions), (hits + 2, 0));
+    let last = all(&mut engine, &[request.policy("a")]);
+    assert_eq!(last[0].logprobs, expected[1].logprobs);
+    assert_eq!(engine.statistics().prefix_hits, hits + 3);
+}
+
 /// A whole module cannot be replaced for one of several.
 #[test]
 fn an_adapter_that_does_not_fit_changes_nothing() {
@@ -228,7 +285,8 @@ proptest! {
             let sampling = SamplingParams { max_new_tokens: new, ..SamplingParams::default() };
             let name = [None, Some("a"), Some("b")][policy];
             let id = scheduler.submit_under(prompt.clone(), &sampling, 1, name).expect("fits");
-            let number = 1 + policy.checked_sub(1).map_or(0, FakeRunner::named);
+            // The base is what it was before the change.
+            let number = policy.checked_sub(1).map_or(0, |policy| 1 + FakeRunner::named(policy));
             expected.insert(id, (FakeRunner::expected_under(number, &prompt, new, &[], shape.vocab_size), policy));
         }
         while scheduler.has_unfinished() {

@@ -108,6 +108,57 @@ fn a_vocabulary_that_is_no_multiple_of_anything_works() {
     }
 }
 
+/// A wide product piece by piece: every column once, and nothing beside a piece.
+fn pieces<T: MatmulElement + Into<f32>>(stream: &Stream, matmul: &Matmul, m: usize, rounding: f64) {
+    let (stride, k, most) = (2560, 192, 1024);
+    let (x, w) = (random(1, m * k), random(2, stride * k));
+    let x_device = DeviceBuffer::from_slice(stream, &x).unwrap();
+    let w_device = DeviceBuffer::from_slice(stream, &w).unwrap();
+    let y = DeviceBuffer::<T>::filled_with_bytes(stream.device(), m * stride, 0xff).unwrap();
+    let get = || -> Vec<f32> { stream.download(&y).unwrap().into_iter().map(Into::into).collect() };
+    for first in (0..stride).step_by(most) {
+        let n = most.min(stride - first);
+        let w = w_device.slice(first * k..(first + n) * k).unwrap();
+        let dims = MatmulDims { m, n, k };
+        matmul
+            .multiply_columns(dims, &x_device, w, &y, first, stride)
+            .unwrap();
+        let untouched = |(i, y): (usize, &f32)| (i % stride < first + n) != y.is_nan();
+        assert!(
+            get().iter().enumerate().all(untouched),
+            "{m} rows up to column {}",
+            first + n
+        );
+    }
+    let dims = MatmulDims { m, n: stride, k };
+    check(dims, &x, &w, None, &get(), rounding);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn columns_of_a_wider_output_are_written_alone() {
+    let stream = stream();
+    let folder = tempfile::tempdir().unwrap();
+    let matmul = matmul(&stream, folder.path());
+    for m in [1, 8, 65, 300] {
+        pieces::<f32>(&stream, &matmul, m, 0.0);
+        pieces::<bf16>(&stream, &matmul, m, 2f64.powi(-8));
+    }
+    let buffer = |len| DeviceBuffer::<bf16>::zeroed(stream.device(), len).unwrap();
+    let dims = MatmulDims { m: 2, n: 16, k: 32 };
+    let (x, w, y) = (buffer(2 * 32), buffer(16 * 32), buffer(2 * 64));
+    for (first, stride, fits) in [
+        (0, 64, true),
+        (48, 64, true),
+        (49, 64, false),
+        (usize::MAX, 64, false),
+        (0, 60, false),
+    ] {
+        let result = matmul.multiply_columns(dims, &x, &w, &y, first, stride);
+        assert_eq!(result.is_ok(), fits, "{first} of {stride}: {result:?}");
+    }
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn a_residual_may_be_the_output_itself() {

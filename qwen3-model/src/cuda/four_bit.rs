@@ -366,7 +366,13 @@ mod tests {
     #[test]
     fn slabs_cover_every_row_once_and_stay_small() {
         let of = |rows, cols| slabs(0..rows, slab_rows(rows, cols)).collect::<Vec<_>>();
-        for (rows, cols, pieces) in [(6144, 2560, 2), (2560, 4096, 2), (19_456, 2560, 7), (2560, 9728, 3), (16, 64, 1)] {
+        for (rows, cols, pieces) in [
+            (6144, 2560, 2),
+            (2560, 4096, 2),
+            (19_456, 2560, 7),
+            (2560, 9728, 3),
+            (16, 64, 1),
+        ] {
             let slabs = of(rows, cols);
             assert_eq!(slabs.len(), pieces, "{rows} x {cols}");
             assert_eq!((slabs[0].start, slabs[pieces - 1].end), (0, rows));

@@ -26,7 +26,7 @@ pub(super) struct ServeArgs {
     served_model_name: Option<String>,
 
     /// LoRA adapter that requests can name. May be given several times; more can be loaded by request.
-    #[arg(long, value_name = "NAME=DIR", value_parser = named_folder)]
+    #[arg(long, visible_alias = "lora-modules", value_name = "NAME=DIR", value_parser = named_folder)]
     adapter: Vec<(String, PathBuf)>,
 
     /// Address to listen on. Any other than a loopback address is open to the network: use a key.
@@ -50,8 +50,8 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = positive)]
     max_adapters: usize,
 
-    /// Apply adapters at run time, next to the base weights, instead of merging them: slower, without the rounding of
-    /// merged weights. CPU only so far.
+    /// Apply adapters at run time, next to the base weights, instead of merging them: requests under any of them share a
+    /// batch, and there is no rounding of merged weights, but steps are slower. Always so for a model in 4 bits.
     #[arg(long)]
     no_merge_lora: bool,
 

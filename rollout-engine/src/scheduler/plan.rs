@@ -34,6 +34,8 @@ impl<R: Runner> Scheduler<R> {
         if step.is_empty() {
             return Ok(false);
         }
+        // Before those of sequences that got one of these slots since.
+        step.slot_policies.splice(0..0, self.slots_anew.drain(..));
         step.copies
             .extend(self.copies.drain(..).map(|(_slot, copy)| copy));
         tracing::trace!(

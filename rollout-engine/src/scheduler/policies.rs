@@ -10,6 +10,15 @@ use crate::adapters::{NamedPolicy, PolicyUpdate, base_policy};
 use crate::completion::{Event, TokenCompletion};
 use crate::runner::{Runner, SlotPolicy};
 
+/// What a change of policies ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    /// Everything that was computed.
+    All,
+    /// What was computed under policies that are no more or have other adapters.
+    Differing,
+}
+
 impl<R: Runner> Scheduler<R> {
     /// Changes the policy between two steps. Waits for the steps under way first, which were sampled under the policy
     /// so far; what they bring about is appended to `events`. Every sequence with a slot then gives its pages back and
@@ -27,15 +36,16 @@ impl<R: Runner> Scheduler<R> {
         events: &mut Vec<Event<TokenCompletion>>,
     ) -> Result<PolicyUpdate, Error> {
         let _span = tracing::info_span!("refresh", adapters = active.len()).entered();
-        self.change_policies(Vec::new(), events, |runner| {
+        self.change_policies(Vec::new(), Change::All, events, |runner| {
             let update = runner.set_adapters(active, mode)?;
             Ok((update.version, update))
         })
     }
 
     /// Serves policies by name, each a set of adapters at run time, in place of all adapters before; requests that name none
-    /// are sampled from the base model. All the rest is as for [`Scheduler::set_adapters`]. A request under way that names a
-    /// policy goes on under the new one of that name.
+    /// are sampled from the base model. A request under way that names a policy goes on under the new one of that name. A
+    /// policy with the name and the adapters of before stays as it is, with its version, and so does the base model: its
+    /// requests go on undisturbed. All the rest is as for [`Scheduler::set_adapters`].
     ///
     /// # Errors
     /// As for [`Scheduler::set_adapters`], [`Error::InvalidSetting`] for a name that occurs twice, and those of
@@ -55,7 +65,7 @@ impl<R: Runner> Scheduler<R> {
         }
         let _span = tracing::info_span!("refresh", policies = policies.len()).entered();
         let names = names.into_iter().cloned().collect();
-        self.change_policies(names, events, |runner| {
+        self.change_policies(names, Change::Differing, events, |runner| {
             let active: Vec<&[ActiveAdapter]> = policies.iter().map(|(_, active)| &active[..]).collect();
             let update = runner.serve_policies(&active)?;
             let unnamed = PolicyVersion {
@@ -70,6 +80,7 @@ impl<R: Runner> Scheduler<R> {
     fn change_policies(
         &mut self,
         names: Vec<String>,
+        what: Change,
         events: &mut Vec<Event<TokenCompletion>>,
         change: impl FnOnce(&mut R) -> Result<(PolicyVersion, PolicyUpdate), Error>,
     ) -> Result<PolicyUpdate, Error> {
@@ -99,33 +110,64 @@ impl<R: Runner> Scheduler<R> {
             return Err(Error::PolicyInUse { name, request });
         }
         let (unnamed, mut update) = change(&mut self.runner)?;
-        self.policy = unnamed;
-        let version = |sha256| PolicyVersion {
-            number: update.version.number,
-            sha256,
+        let stays = |old: PolicyVersion, sha256| what == Change::Differing && old.sha256 == sha256;
+        let before = std::mem::take(&mut self.named);
+        let base_stays = stays(self.policy, unnamed.sha256);
+        if !base_stays {
+            self.policy = unnamed;
+        }
+        for (name, &sha256) in names.into_iter().zip(&update.policies) {
+            let same = before.iter().find(|old| old.name == name);
+            let version = match same.filter(|old| stays(old.version, sha256)) {
+                Some(old) => old.version,
+                None => PolicyVersion {
+                    number: update.version.number,
+                    sha256,
+                },
+            };
+            self.named.push(NamedPolicy { name, version });
+        }
+        self.statistics.policy_changes += 1;
+        self.index_policies_in_force()?;
+        // What was computed under a policy that is no more is computed anew.
+        let named = &self.named;
+        let goes_on = |sequence: &Sequence| match sequence.policy {
+            None => base_stays,
+            Some(policy) => {
+                let now = places[policy].and_then(|place| named.get(place));
+                now.is_some_and(|now| now.version == before[policy].version)
+            }
         };
-        let named = names.into_iter().zip(&update.policies);
-        self.named = named
-            .map(|(name, &sha256)| NamedPolicy {
-                name,
-                version: version(sha256),
-            })
-            .collect();
+        let mut anew = Vec::new();
+        for (&id, sequence) in self.waiting.iter().chain(&self.running) {
+            if !goes_on(sequence) {
+                anew.push(id);
+            }
+        }
         for sequence in self.waiting.values_mut().chain(self.running.values_mut()) {
             sequence.policy = sequence.policy.and_then(|policy| places[policy]);
         }
-        self.statistics.policy_changes += 1;
-        self.forget_shared()?;
-        update.continued_requests = self.waiting.values().filter(|s| s.has_new_tokens()).count();
-        let running: Vec<_> = self.running.keys().copied().collect();
-        for id in running {
-            update.continued_requests += 1;
+        for id in anew {
+            if let Some(group) = self.groups.get_mut(&id.request) {
+                group.unpin(&mut self.pages)?;
+                group.leader = None;
+            }
+            if let Some(waiting) = self.waiting.get(&id) {
+                update.continued_requests += usize::from(waiting.has_new_tokens());
+            }
             // The page table knows every slot of a running sequence: release does not fail.
             if let Some(mut sequence) = self.release(id)? {
+                update.continued_requests += 1;
                 sequence.restart();
                 self.waiting.insert(id, sequence);
             }
         }
+        // The runner has forgotten which slot is under which policy.
+        self.slots_anew = self
+            .running
+            .keys()
+            .filter_map(|&id| self.slot_policy(id))
+            .collect();
         tracing::debug!(version = %update.version, continued = update.continued_requests, "policy changed");
         Ok(update)
     }

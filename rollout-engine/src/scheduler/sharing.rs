@@ -38,7 +38,16 @@ impl<R: Runner> Scheduler<R> {
         self.prefix_index.as_ref().map_or(0, PrefixIndex::len)
     }
 
-    /// Forgets everything that was computed for use by others: it belongs to another policy, or may not have been computed.
+    /// Forgets the pages kept for later requests under policies that are no longer in force.
+    pub(super) fn index_policies_in_force(&mut self) -> Result<(), Error> {
+        let versions = self.versions();
+        match &mut self.prefix_index {
+            Some(index) => index.keep_only(versions, &mut self.pages),
+            None => Ok(()),
+        }
+    }
+
+    /// Forgets everything that was computed for use by others: it may not have been computed.
     pub(super) fn forget_shared(&mut self) -> Result<(), Error> {
         for group in self.groups.values_mut() {
             group.unpin(&mut self.pages)?;

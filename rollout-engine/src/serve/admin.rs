@@ -67,7 +67,7 @@ pub(super) async fn server_info(State(app): State<Arc<App>>) -> Response {
                 "logprobs_mode": app.settings.logprobs_mode.name(),
             },
             "weight_transfer_config": null,
-            // Ranks have no limit of their own here: adapters are merged.
+            // Ranks have no limit of their own here.
             "lora_config": {
                 "max_lora_rank": app.model.config.as_ref().map_or(512, |config| config.hidden_size),
                 "max_loras": app.settings.max_adapters,
@@ -78,6 +78,7 @@ pub(super) async fn server_info(State(app): State<Arc<App>>) -> Response {
             "version": env!("CARGO_PKG_VERSION"),
             "device": app.model.device,
             "policy_in_force": { "name": snapshot.policy_name, "version": snapshot.policy_version },
+            "beside_it": snapshot.beside.iter().map(|policy| json!({ "name": policy.name, "version": policy.version })).collect::<Vec<_>>(),
             "paused": snapshot.paused,
         },
     }))
@@ -163,6 +164,7 @@ pub(super) async fn unload_adapter(State(app): State<Arc<App>>, request: Request
     fields.neutral("lora_int_id", Value::is_number)?;
     fields.finish()?;
     let changed = app.policies.unload(&name);
+    app.engine.unloaded()?;
     Ok(ok(&json!({ "success": true, "changed": changed })))
 }
 

@@ -40,7 +40,7 @@ pub(super) struct ModelInfo {
 pub(super) struct App {
     pub(super) settings: ServeSettings,
     pub(super) model: ModelInfo,
-    pub(super) policies: Policies,
+    pub(super) policies: Arc<Policies>,
     pub(super) engine: EngineHandle,
     pub(super) shared: Arc<Shared>,
     pub(super) metrics: Metrics,
@@ -70,7 +70,7 @@ impl App {
     pub(super) fn new(
         settings: ServeSettings,
         model: ModelInfo,
-        policies: Policies,
+        policies: Arc<Policies>,
         engine: EngineHandle,
         shared: Arc<Shared>,
     ) -> Self {

@@ -142,6 +142,11 @@ impl EngineHandle {
             .map_err(ApiError::internal)
     }
 
+    /// A name is not known any more.
+    pub(super) fn unloaded(&self) -> Result<(), ApiError> {
+        self.send(Command::Unloaded)
+    }
+
     async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Result<T, ApiError> {
         let (done, answer) = oneshot::channel();
         self.send(command(done))?;

@@ -16,12 +16,15 @@
 //!
 //! **Policies.** The base model and every adapter that is loaded is a policy with a name and a version. A request names its
 //! policy in the field `model`, is bound to the version that the name has then, and is answered under that version or with
-//! an error. One policy is in force at a time, merged into the weights. It changes when nothing runs, so whatever runs
-//! finishes under its own version; requests under another policy wait for that, and those of the present policy cannot keep
-//! them waiting for longer than [`ServeSettings::policy_patience`] before no more of them are admitted. To load an adapter
-//! is to give it a name: nothing that runs is disturbed.
+//! an error. To load an adapter is to give it a name: nothing that runs is disturbed.
 //!
-//! **What may surprise.** A request that alternates between policies pays a merge and an idle batch per change. Weights
+//! Where adapters are applied at run time (an engine in [`MergeMode::Unmerged`](crate::MergeMode::Unmerged), as always with
+//! weights in 4 bits) the base model and all adapters are in force together, and requests under any of them share batches.
+//! Where they are merged into the weights one policy is in force at a time. It changes when nothing runs, so whatever runs
+//! finishes under its own version; requests under another policy wait for that, and those of the present policy cannot keep
+//! them waiting for longer than [`ServeSettings::policy_patience`] before no more of them are admitted.
+//!
+//! **What may surprise.** With merged adapters a request that alternates between policies pays a merge and an idle batch per change. Weights
 //! replaced by `/update_weights` are opened in place of the old ones when nothing runs, so they need no memory beside them,
 //! but requests bound to the old ones that come to their turn later open those again.
 
@@ -48,6 +51,7 @@ mod reply;
 mod router;
 mod server;
 mod settings;
+mod side_by_side;
 mod snapshot;
 mod stream;
 mod text;

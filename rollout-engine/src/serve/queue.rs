@@ -1,4 +1,5 @@
-//! Which waiting request the engine gets next, when only one policy can be in force at a time.
+//! Which waiting request the engine gets next, when only one policy can be in force at a time. Where adapters are applied at
+//! run time all policies over one base count as one here.
 //!
 //! Requests under the policy in force go first, in the order of their arrival. When nothing of it waits or runs, the
 //! policy of the oldest waiting request comes next. A stream of requests under one policy cannot keep another waiting

@@ -116,13 +116,13 @@ impl Server {
         model: ModelInfo,
         settings: ServeSettings,
     ) -> Result<Self, Error> {
-        let policies = Policies::new(settings.model_name.clone(), settings.max_adapters);
+        let policies = Arc::new(Policies::new(settings.model_name.clone(), settings.max_adapters));
         let shared = Arc::new(Shared::default());
         let (commands, receiver) = unbounded_channel();
         let worker = Worker::new(
             engine,
             reopen,
-            policies.base(),
+            policies.clone(),
             settings.policy_patience,
             receiver,
             shared.clone(),

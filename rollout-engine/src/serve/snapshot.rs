@@ -1,7 +1,7 @@
 //! What the engine's thread lets others see, written after every step.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::policy::Policy;
@@ -20,6 +20,8 @@ pub(super) struct Snapshot {
     pub(super) pages: usize,
     pub(super) policy_name: String,
     pub(super) policy_version: u64,
+    /// Adapters in force beside that one.
+    pub(super) beside: Vec<Arc<Policy>>,
     pub(super) paused: bool,
     /// Whether there is an engine.
     pub(super) healthy: bool,
@@ -36,7 +38,14 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn publish(&self, engine: Option<&Engine>, policy: &Policy, paused: bool, admitted: usize) {
+    pub(super) fn publish(
+        &self,
+        engine: Option<&Engine>,
+        policy: &Policy,
+        beside: &[Arc<Policy>],
+        paused: bool,
+        admitted: usize,
+    ) {
         let mut snapshot = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(engine) = engine {
             let scheduler = engine.scheduler();
@@ -49,6 +58,10 @@ impl Shared {
         if snapshot.policy_version != policy.version || snapshot.policy_name.is_empty() {
             snapshot.policy_name.clone_from(&policy.name);
             snapshot.policy_version = policy.version;
+        }
+        let same = |(a, b): (&Arc<Policy>, &Arc<Policy>)| a.version == b.version;
+        if snapshot.beside.len() != beside.len() || !snapshot.beside.iter().zip(beside).all(same) {
+            snapshot.beside = beside.to_vec();
         }
         snapshot.admitted = admitted;
         snapshot.paused = paused;

@@ -13,12 +13,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lora_merge::PolicyVersion;
+use qwen3_model::MergeMode;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::oneshot;
 
 use super::error::ApiError;
-use super::policy::Policy;
+use super::policy::{Policies, Policy};
 use super::queue::{Next, PolicyQueue};
+use super::side_by_side::SideBySide;
 use super::snapshot::Shared;
 use crate::Error;
 use crate::adapters::AdapterSource;
@@ -92,6 +94,8 @@ pub(super) enum Command {
     Resume(oneshot::Sender<()>),
     /// Put a policy in force if nothing runs. Answers whether it is in force.
     Prepare(Arc<Policy>, oneshot::Sender<Result<bool, String>>),
+    /// A name is not known any more.
+    Unloaded,
     ResetPrefixCache(oneshot::Sender<Result<(), String>>),
     /// The server is about to end. What is held by a pause would never finish, and fails.
     Drain,
@@ -108,6 +112,7 @@ enum Pause {
 }
 
 struct JobState {
+    policy: Arc<Policy>,
     events: UnboundedSender<JobEvent>,
     stream: bool,
     started: bool,
@@ -124,6 +129,8 @@ struct Live {
     first_index: usize,
     /// Completions to come.
     left: usize,
+    /// The engine's own name for its policy.
+    version: PolicyVersion,
 }
 
 #[derive(Debug)]
@@ -140,10 +147,10 @@ pub(super) struct Worker {
     /// `None` only if it could not be opened anew.
     engine: Option<Engine>,
     reopen: Reopen,
-    /// In force.
+    /// In force; where several are, the base model.
     policy: Arc<Policy>,
-    /// The engine's own name for it.
-    version: PolicyVersion,
+    /// Where adapters are applied at run time, those that are in force.
+    side_by_side: Option<SideBySide>,
     commands: UnboundedReceiver<Command>,
     queue: PolicyQueue<Item>,
     jobs: HashMap<JobId, JobState>,
@@ -158,14 +165,16 @@ impl Worker {
     pub(super) fn new(
         mut engine: Engine,
         reopen: Reopen,
-        policy: Arc<Policy>,
+        policies: Arc<Policies>,
         patience: std::time::Duration,
         commands: UnboundedReceiver<Command>,
         shared: Arc<Shared>,
     ) -> Self {
         engine.favor_latency();
+        let policy = policies.base();
+        let at_run_time = engine.merge_mode() == MergeMode::Unmerged;
         Self {
-            version: engine.policy(),
+            side_by_side: at_run_time.then(|| SideBySide::new(policies)),
             engine: Some(engine),
             reopen,
             queue: PolicyQueue::new(policy.version, patience, Instant::now()),
@@ -265,13 +274,9 @@ impl Worker {
                 let _ = done.send(());
             }
             Command::Prepare(policy, done) => {
-                let answer = match self.live.is_empty() {
-                    true if self.policy.version == policy.version => Ok(true),
-                    true => self.switch_to(&policy).map(|()| true),
-                    false => Ok(self.policy.version == policy.version),
-                };
-                let _ = done.send(answer);
+                let _ = done.send(self.prepare(&policy));
             }
+            Command::Unloaded => self.tidy(),
             Command::ResetPrefixCache(done) => {
                 let cleared = match &mut self.engine {
                     Some(engine) => engine.clear_prefix_cache().map_err(|error| error.to_string()),
@@ -299,10 +304,11 @@ impl Worker {
                 prompt,
                 first_index,
             };
-            self.queue.push(job.policy.version, item, now);
+            self.queue.push(self.group(&job.policy), item, now);
             first_index += n;
         }
         let state = JobState {
+            policy: job.policy,
             events: job.events,
             stream: job.stream,
             started: false,
@@ -328,14 +334,13 @@ impl Worker {
             }
             match self.queue.next(self.live.is_empty(), Instant::now()) {
                 Next::Admit(item) => self.start(item),
-                Next::Switch(version) => {
-                    let Some(policy) = self.queue.front(version).map(|item| item.policy.clone()) else {
+                Next::Switch(group) => {
+                    let Some(policy) = self.queue.front(group).map(|item| item.policy.clone()) else {
                         return;
                     };
                     if let Err(reason) = self.switch_to(&policy) {
-                        let error =
-                            ApiError::internal(format!("{:?} cannot be put in force: {reason}", policy.name));
-                        for item in self.queue.take_policy(version) {
+                        let error = not_in_force(&policy, &reason);
+                        for item in self.queue.take_policy(group) {
                             self.fail(item.job, error.clone());
                         }
                     }
@@ -345,7 +350,18 @@ impl Worker {
         }
     }
 
+    /// Requests of the same group can run at the same time.
+    fn group(&self, policy: &Policy) -> u64 {
+        match self.side_by_side {
+            Some(_) => policy.base.number,
+            None => policy.version,
+        }
+    }
+
     fn start(&mut self, item: Item) {
+        if let Err(reason) = self.add(&item.policy) {
+            return self.fail(item.job, not_in_force(&item.policy, &reason));
+        }
         let Some(engine) = &mut self.engine else {
             return self.fail(item.job, ApiError::internal("the engine is gone"));
         };
@@ -353,14 +369,18 @@ impl Worker {
             return;
         };
         let n = item.prompt.n;
-        let request = Request::token_ids(item.prompt.token_ids)
+        let mut request = Request::token_ids(item.prompt.token_ids)
             .sampling(item.prompt.sampling)
             .n(n);
+        let mut version = engine.policy();
+        if self.side_by_side.is_some() {
+            request.policy = SideBySide::name(&item.policy);
+            version = SideBySide::version(engine, &item.policy);
+        }
         match engine.submit(&request) {
             Ok(request) => {
                 if !job.started {
                     job.started = true;
-                    let version = self.version;
                     let _ = job.events.send(JobEvent::Started { version });
                 }
                 job.requests.push(request);
@@ -368,10 +388,45 @@ impl Worker {
                     job: item.job,
                     first_index: item.first_index,
                     left: n,
+                    version,
                 };
                 self.live.insert(request, live);
             }
             Err(error) => self.fail(item.job, ApiError::from(&error)),
+        }
+    }
+
+    /// Puts a policy in force if that disturbs nothing. Whether it is.
+    fn prepare(&mut self, policy: &Arc<Policy>) -> Result<bool, String> {
+        if self.group(policy) != self.group(&self.policy) {
+            if !self.live.is_empty() {
+                return Ok(false);
+            }
+            self.switch_to(policy)?;
+        }
+        self.add(policy).map(|()| true)
+    }
+
+    /// Puts a policy in force beside the others, where they are side by side.
+    fn add(&mut self, policy: &Arc<Policy>) -> Result<(), String> {
+        let (Some(side_by_side), Some(engine)) = (&mut self.side_by_side, &mut self.engine) else {
+            return Ok(());
+        };
+        let jobs = &self.jobs;
+        let used = |policy: &Policy| jobs.values().any(|job| job.policy.version == policy.version);
+        let added = side_by_side.add(engine, policy, used);
+        added.map_err(|error| error.to_string())
+    }
+
+    /// Gives up adapters beside the weights that nobody needs.
+    fn tidy(&mut self) {
+        let (Some(side_by_side), Some(engine)) = (&mut self.side_by_side, &mut self.engine) else {
+            return;
+        };
+        let jobs = &self.jobs;
+        let used = |policy: &Policy| jobs.values().any(|job| job.policy.version == policy.version);
+        if let Err(error) = side_by_side.tidy(engine, used) {
+            tracing::warn!(%error, "adapters that nobody needs are kept");
         }
     }
 
@@ -398,17 +453,21 @@ impl Worker {
         self.apply(policy)?;
         tracing::info!(policy = policy.name, version = policy.version, "policy in force");
         self.policy = policy.clone();
-        self.queue.switched(policy.version, Instant::now());
+        self.queue.switched(self.group(policy), Instant::now());
         self.shared.count_switch();
         Ok(())
     }
 
     fn apply(&mut self, policy: &Policy) -> Result<(), String> {
+        if let Some(side_by_side) = &mut self.side_by_side {
+            // It came with the engine.
+            side_by_side.forget();
+            return Ok(());
+        }
         let engine = self.engine.as_mut().ok_or("the engine is gone")?;
         let sources = policy.adapter.iter();
         let sources = sources.map(|adapter| (AdapterSource::from(adapter.clone()), 1.0));
-        let update = engine.load_adapters(sources).map_err(|error| error.to_string())?;
-        self.version = update.version;
+        engine.load_adapters(sources).map_err(|error| error.to_string())?;
         Ok(())
     }
 
@@ -463,17 +522,12 @@ impl Worker {
                     return;
                 };
                 live.left -= 1;
-                let (id, index) = (live.job, live.first_index + index);
+                let (id, index, version) = (live.job, live.first_index + index, live.version);
                 if live.left == 0 {
                     self.live.remove(&request);
                 }
                 match result {
-                    Ok(completion)
-                        if completion
-                            .policies
-                            .iter()
-                            .any(|span| span.version != self.version) =>
-                    {
+                    Ok(completion) if completion.policies.iter().any(|span| span.version != version) => {
                         let message = "the policy changed while this request ran: please report this";
                         self.fail(id, ApiError::internal(message));
                     }
@@ -517,14 +571,21 @@ impl Worker {
             }
         }
         self.queue.retain(|item| item.job != id);
+        self.tidy();
     }
 
     fn publish(&self) {
+        let beside = self.side_by_side.as_ref().map_or(&[][..], SideBySide::served);
         self.shared.publish(
             self.engine.as_ref(),
             &self.policy,
+            beside,
             self.pause != Pause::Off,
             self.live.len(),
         );
     }
+}
+
+fn not_in_force(policy: &Policy, reason: &str) -> ApiError {
+    ApiError::internal(format!("{:?} cannot be put in force: {reason}", policy.name))
 }

@@ -8,5 +8,6 @@ mod limits;
 mod model;
 mod overhead;
 mod policies;
+mod side_by_side;
 mod support;
 mod weights;

@@ -13,7 +13,7 @@ use crate::support::{VOCAB, adapters, fake, fake_over, long_shape, token_ids, wa
 const NAMES: [&str; 3] = ["qv-r8", "mult-r32", "layers13-r4"];
 
 /// What the fake runner gives as the digest of a policy with one adapter.
-fn sha256(name: &str) -> String {
+pub(crate) fn sha256(name: &str) -> String {
     let adapter = Adapter::load(adapters().join(name)).expect("loads");
     let digest = Sha256::digest(adapter.digest());
     digest.iter().map(|byte| format!("{byte:02x}")).collect()

@@ -118,6 +118,9 @@ impl Runner for Gated {
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
         self.inner.set_adapters(active, mode)
     }
+    fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<PolicyUpdate, Error> {
+        self.inner.serve_policies(policies)
+    }
 }
 
 /// A server that runs, and stops when dropped.
@@ -248,6 +251,15 @@ pub(crate) fn fake(change: impl FnOnce(&mut ServeSettings)) -> Running {
 }
 
 pub(crate) fn fake_over(inner: FakeRunner, change: impl FnOnce(&mut ServeSettings)) -> Running {
+    fake_in(MergeMode::Merged, inner, change)
+}
+
+/// The same over an engine that applies adapters in this way.
+pub(crate) fn fake_in(
+    mode: MergeMode,
+    inner: FakeRunner,
+    change: impl FnOnce(&mut ServeSettings),
+) -> Running {
     let mut settings = settings();
     change(&mut settings);
     let gate = Gate::default();
@@ -256,7 +268,10 @@ pub(crate) fn fake_over(inner: FakeRunner, change: impl FnOnce(&mut ServeSetting
         gate: gate.clone(),
     };
     let runner: Box<dyn Runner + Send> = Box::new(gated);
-    let engine = Engine::with_runner(runner, vec![], None).expect("a good shape");
+    let mut engine = Engine::with_runner(runner, vec![], None).expect("a good shape");
+    if mode != MergeMode::Merged {
+        engine.set_merge_mode(mode).expect("sets");
+    }
     start(Server::new(engine, settings).expect("starts"), gate)
 }
 

@@ -4,11 +4,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use rollout_engine::serve::Server;
-use rollout_engine::{Request, bundled};
+use rollout_engine::{MergeMode, Request, bundled};
 use serde_json::{Value, json};
 
 use crate::model::builder;
-use crate::support::{Gate, adapters, settings, start, token_ids};
+use crate::support::{Gate, adapters, completion_body, floats, settings, start, token_ids};
 
 /// A copy of the bundled model whose last norm, a vector of bf16, has its sign changed in `flips` places.
 fn write_model(dir: &Path, flips: usize) {
@@ -121,4 +121,50 @@ fn replaced_weights_answer_what_comes_after() {
         "method"
     );
     assert_eq!(ask("base").0, version);
+}
+
+/// Adapters at run time are over whatever base is in force, and so are all that share a batch.
+#[test]
+fn replaced_weights_serve_adapters_side_by_side() {
+    let root = tempfile::tempdir().expect("a temporary folder");
+    let root = root.path().canonicalize().expect("is there");
+    let other = root.join("step_1");
+    write_model(&other, 200);
+    let mut settings = settings();
+    settings.allowed_roots = vec![root.clone(), adapters()];
+    let builder = || builder().merge_mode(MergeMode::Unmerged);
+    let server = start(
+        Server::from_builder(builder(), settings).expect("loads"),
+        Gate::default(),
+    );
+    let prompt = [5, 6, 7, 8, 9, 10];
+    let expected = |dir: Option<&Path>, adapter: Option<&str>| {
+        let builder = dir.map_or_else(builder, |dir| builder().model(dir));
+        let mut engine = builder.build().expect("loads");
+        if let Some(name) = adapter {
+            engine.load_adapter(adapters().join(name)).expect("loads");
+        }
+        let request = Request::token_ids(prompt).max_new_tokens(20);
+        let result = engine.generate(&[request]).expect("runs").remove(0);
+        result.expect("completes").logprobs
+    };
+    let ask = |name: &str| {
+        let mut body = completion_body(name, &prompt, 20);
+        body["logprobs"] = json!(0);
+        let answer = server.post("/v1/completions", &body).ok();
+        floats(&answer["choices"][0]["logprobs"]["token_logprobs"])
+    };
+    for name in ["qv-r8", "mult-r32"] {
+        server.load(name, &adapters().join(name)).ok();
+        assert_eq!(ask(name), expected(None, Some(name)));
+    }
+    assert_eq!(ask("base"), expected(None, None));
+    let answer = server
+        .post("/update_weights", &json!({ "weight_dir": other }))
+        .ok();
+    assert_eq!(answer["in_force"], true);
+    for name in ["mult-r32", "qv-r8"] {
+        assert_eq!(ask(name), expected(Some(&other), Some(name)));
+    }
+    assert_eq!(ask("base"), expected(Some(&other), None));
 }
