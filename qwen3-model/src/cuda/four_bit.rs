@@ -26,11 +26,10 @@ use crate::{FusedMatrix, Qwen3Config, Result};
 /// measured on an H200.
 const FUSED_ROWS: usize = 16;
 const _: () = assert!(FUSED_ROWS <= FOUR_BIT_ROWS);
-/// Rows of a matrix are dequantised so many at a time, or a multiple: as many as the tiles of a product of 4,096 rows need to
-/// occupy 128 multiprocessors.
-const SLAB_ROWS: usize = 1024;
-/// Bytes that the copy of several times as many must not exceed.
-const SLAB_BYTES: usize = 16 << 20;
+/// Bytes that the copy of a slab may take, so that it stays in a second-level cache of 50 MB: larger slabs make better products.
+const SLAB_BYTES: usize = 50 << 20;
+/// Rows of a slab are a multiple of this, the rows of a product's tiles.
+const SLAB_QUANTUM: usize = 128;
 
 #[derive(Debug)]
 pub(super) struct FourBit {
@@ -135,10 +134,10 @@ impl FourBit {
     }
 }
 
-/// Rows of a slab of a matrix `[rows, cols]`.
+/// Rows of a slab of a matrix `[rows, cols]`: of equal ones, if it takes several.
 fn slab_rows(rows: usize, cols: usize) -> usize {
-    let times = SLAB_BYTES / (SLAB_ROWS * cols * size_of::<bf16>()).max(1);
-    rows.min(times.max(1) * SLAB_ROWS)
+    let slabs = (rows * cols * size_of::<bf16>()).div_ceil(SLAB_BYTES).max(1);
+    rows.min(rows.div_ceil(slabs).next_multiple_of(SLAB_QUANTUM))
 }
 
 /// `rows` in pieces of at most `most`.
@@ -366,19 +365,21 @@ mod tests {
     #[test]
     fn slabs_cover_every_row_once_and_stay_small() {
         let of = |rows, cols| slabs(0..rows, slab_rows(rows, cols)).collect::<Vec<_>>();
-        for (rows, cols, pieces) in [
-            (6144, 2560, 2),
-            (2560, 4096, 2),
-            (19_456, 2560, 7),
-            (2560, 9728, 3),
+        let shapes = [
+            (6144, 2560, 1),
+            (2560, 4096, 1),
+            (19_456, 2560, 2),
+            (2560, 9728, 1),
+            (51_200, 5120, 10),
             (16, 64, 1),
-        ] {
+        ];
+        for (rows, cols, pieces) in shapes {
             let slabs = of(rows, cols);
             assert_eq!(slabs.len(), pieces, "{rows} x {cols}");
             assert_eq!((slabs[0].start, slabs[pieces - 1].end), (0, rows));
             assert!(slabs.windows(2).all(|pair| pair[0].end == pair[1].start));
             let most = slabs.iter().map(|rows| rows.len() * cols * 2).max();
-            assert!(most.is_some_and(|bytes| bytes <= 20 << 20));
+            assert!(most.is_some_and(|bytes| bytes <= SLAB_BYTES + SLAB_QUANTUM * cols * 2));
         }
         assert_eq!(slabs(5..9, 3).collect::<Vec<_>>(), [5..8, 8..9]);
     }
