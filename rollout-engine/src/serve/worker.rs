@@ -173,7 +173,7 @@ impl Worker {
         engine.favor_latency();
         let policy = policies.base();
         let at_run_time = engine.merge_mode() == MergeMode::Unmerged;
-        Self {
+        let worker = Self {
             side_by_side: at_run_time.then(|| SideBySide::new(policies)),
             engine: Some(engine),
             reopen,
@@ -186,7 +186,10 @@ impl Worker {
             told_when_idle: Vec::new(),
             stopped: false,
             shared,
-        }
+        };
+        // Healthy from the first request on.
+        worker.publish();
+        worker
     }
 
     /// Runs until [`Command::Stop`] or until nobody can send commands any more.
