@@ -26,8 +26,9 @@ use crate::Error;
 use crate::runner::Runner;
 use crate::tuned::{TunedBy, TunedOptions, TunedProfile};
 
-/// What a set of options must gain over the best so far: less is noise.
-const GAIN: f64 = 1.005;
+/// What a set of options must gain over the best so far. Equal sets differ by 0.4 % on an H200, and the best of thirty by a little
+/// more.
+const GAIN: f64 = 1.01;
 
 #[derive(Debug, Args)]
 pub(super) struct TuneArgs {
