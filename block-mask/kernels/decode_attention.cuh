@@ -13,9 +13,10 @@
 // several, each block leaves its part in `partial`, and the block that arrives last adds the parts in the order of the
 // splits. Arriving costs no wait: a block asks the row's counter how many came before it, goes on with its next item, and
 // merges after that one. The order of every sum depends on the row's length and on the tokens of a split only: not on the
-// other rows, the grid or the pages; unless rows share a prefix, see decode_shared.cuh.
+// other rows, the grid or the pages; unless rows share a prefix, see decode_shared.cuh. Several rows of one sequence can be
+// computed at once with the same bits, see decode_together.cuh.
 //
-// Compile-time: HEAD_DIM, N_TILES (1 or 2), STAGES, WARPS.
+// Compile-time: HEAD_DIM, N_TILES (1 or 2; more in decode_together.cuh), STAGES, WARPS.
 #pragma once
 #include "decode_plan.cuh"
 #include "mma.cuh"
@@ -43,7 +44,6 @@ struct DecodeParams {
   Paging paging;
   i64 q_row_stride;
   int rows, heads, kv_heads, group, max_splits;
-  int fixed;  // as in the plan
   float scale;
   const Captures* captures;  // null without functions
 };
@@ -63,15 +63,20 @@ constexpr int PASS_VECTORS = PASS_COLUMNS / 4;
 
 // Walks the steps of one warp over the items of one block, one step ahead of memory: the page of the next step and the
 // next item are already in registers when they are needed.
+template <class Item>
 struct DecodeCursor {
   int work;  // item * kv_heads + head
   int head;
   int token;
   int page;
-  DecodeItem item, ahead;
+  Item item, ahead;
 };
 
-__device__ __forceinline__ DecodeItem load_item(const DecodeParams& p, int work) {
+template <class Item>
+__device__ __forceinline__ Item load_item(const DecodeParams& p, int work);
+
+template <>
+__device__ __forceinline__ DecodeItem load_item<DecodeItem>(const DecodeParams& p, int work) {
   const int4* from = reinterpret_cast<const int4*>(p.items + work / p.kv_heads);
   int4 a = __ldg(from), b = __ldg(from + 1);
   DecodeItem i;
@@ -82,19 +87,45 @@ __device__ __forceinline__ DecodeItem load_item(const DecodeParams& p, int work)
   return i;
 }
 
-__device__ __forceinline__ void cursor_settle(DecodeCursor& c, const DecodeParams& p, int warp, int total, int stride) {
+template <>
+__device__ __forceinline__ SharedItem load_item<SharedItem>(const DecodeParams& p, int work) {
+  const int4* from = reinterpret_cast<const int4*>(p.shared_items + work / p.kv_heads);
+  const int4 a = __ldg(from), b = __ldg(from + 1);
+  SharedItem i;
+  i.first_row = a.x, i.rows = a.y, i.slot = a.z, i.split = a.w;
+  i.start = b.x, i.end = b.y, i.piece = b.z, i.unused = 0;
+  // Likewise.
+  if (i.first_row + i.rows > p.rows) i.rows = 0;
+  return i;
+}
+
+template <class Item>
+__device__ __forceinline__ void cursor_settle(DecodeCursor<Item>& c, const DecodeParams& p, int warp, int total, int stride) {
   while (c.work < total && c.token >= c.item.end) {
     c.work += stride;
     c.item = c.ahead;
     c.head = c.work % p.kv_heads;
-    if (c.work + stride < total) c.ahead = load_item(p, c.work + stride);
+    if (c.work + stride < total) c.ahead = load_item<Item>(p, c.work + stride);
     c.token = c.item.start + warp * GRANULE;
   }
   if (c.work < total) c.page = page_of(p.paging, c.item.slot, c.token);
 }
 
+// At the warp's first step from `first` on, the first item of block `block` of `blocks`.
+template <class Item>
+__device__ __forceinline__ void cursor_start(DecodeCursor<Item>& c, const DecodeParams& p, const Item& first, int block, int blocks,
+                                             int warp, int total) {
+  c.work = block;
+  c.head = block % p.kv_heads;
+  c.item = c.ahead = first;
+  if (block + blocks < total) c.ahead = load_item<Item>(p, block + blocks);
+  c.token = c.item.start + warp * GRANULE;
+  cursor_settle(c, p, warp, total, blocks);
+}
+
 // Starts the copies of the cursor's step into `stage` and moves on. One group of copies, empty past the end.
-__device__ __forceinline__ void decode_issue(DecodeCursor& c, const DecodeParams& p, u32 stage, int* valid, int warp,
+template <class Item>
+__device__ __forceinline__ void decode_issue(DecodeCursor<Item>& c, const DecodeParams& p, u32 stage, int* valid, int warp,
                                              int lane, int total, int stride) {
   if (c.work < total) {
     // Nothing is read past the length or from a page that the slot does not have: it may hold NaN.
@@ -118,9 +149,18 @@ __device__ __forceinline__ void decode_issue(DecodeCursor& c, const DecodeParams
   commit_copies();
 }
 
-// Query heads as B operands: q[n][k] holds head 8 n + g, elements 16 k + 2 t and 16 k + 8 + 2 t.
-__device__ __forceinline__ void decode_load_query(u32 (&q)[N_TILES][HEAD_DIM / 16][2], const DecodeParams& p,
-                                                  const DecodeItem& item, int head, int lane) {
+// Query heads as B operands in registers: q[n][k] holds head 8 n + g, elements 16 k + 2 t and 16 k + 8 + 2 t.
+struct DecodeQuery {
+  u32 q[N_TILES][HEAD_DIM / 16][2];
+
+  __device__ __forceinline__ void operands(u32 (&b)[N_TILES][2], int k) const {
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) b[n][0] = q[n][k][0], b[n][1] = q[n][k][1];
+  }
+};
+
+__device__ __forceinline__ void decode_load_query(DecodeQuery& query, const DecodeParams& p, const DecodeItem& item, int head,
+                                                  int lane) {
 #pragma unroll
   for (int n = 0; n < N_TILES; n++) {
     const int in_group = n * 8 + (lane >> 2);
@@ -128,8 +168,8 @@ __device__ __forceinline__ void decode_load_query(u32 (&q)[N_TILES][HEAD_DIM / 1
     const bf16* from = p.q + item.row * p.q_row_stride + (i64)(head * p.group + (real ? in_group : 0)) * HEAD_DIM + (lane & 3) * 2;
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++) {
-      q[n][k][0] = real ? *reinterpret_cast<const u32*>(from + k * 16) : 0;
-      q[n][k][1] = real ? *reinterpret_cast<const u32*>(from + k * 16 + 8) : 0;
+      query.q[n][k][0] = real ? *reinterpret_cast<const u32*>(from + k * 16) : 0;
+      query.q[n][k][1] = real ? *reinterpret_cast<const u32*>(from + k * 16 + 8) : 0;
     }
   }
 }
@@ -167,9 +207,10 @@ __device__ __forceinline__ void decode_reset(DecodeState& s) {
   }
 }
 
-// 16 tokens, of which the first `valid` exist.
-__device__ __forceinline__ void decode_step(DecodeState& s, const u32 (&q)[N_TILES][HEAD_DIM / 16][2], const DecodeParams& p,
-                                            const DecodeItem& item, int head, u32 stage, int token, int valid, int lane) {
+// 16 tokens, of which the first `valid` exist. `sees(n, j, kv)`: whether head 8 n + 2 t + j sees token `kv`.
+template <class Item, class Query, class Sees>
+__device__ __forceinline__ void decode_step(DecodeState& s, const Query& query, const Sees& sees, const DecodeParams& p,
+                                            const Item& item, int head, u32 stage, int token, int valid, int lane) {
   const int g = lane >> 2;
   float score[N_TILES][4];
 #pragma unroll
@@ -178,10 +219,11 @@ __device__ __forceinline__ void decode_step(DecodeState& s, const u32 (&q)[N_TIL
     for (int i = 0; i < 4; i++) score[n][i] = 0.f;
 #pragma unroll
   for (int k = 0; k < HEAD_DIM / 16; k++) {
-    u32 a[4];
+    u32 a[4], b[N_TILES][2];
     load_matrices(a, stage + tile_rows_offset(lane, 0, k * 2));
+    query.operands(b, k);
 #pragma unroll
-    for (int n = 0; n < N_TILES; n++) mma_16x8x16(score[n], a, q[n][k][0], q[n][k][1]);
+    for (int n = 0; n < N_TILES; n++) mma_16x8x16(score[n], a, b[n][0], b[n][1]);
   }
   u32 weights[N_TILES][2];
   float rescale[N_TILES][2];
@@ -190,7 +232,7 @@ __device__ __forceinline__ void decode_step(DecodeState& s, const u32 (&q)[N_TIL
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int in_tile = g + (i >> 1) * 8, kv = token + in_tile;
-      bool visible = in_tile < valid && kv >= item.first;
+      bool visible = in_tile < valid && sees(n, i & 1, kv);
 #if HAS_MASK_MOD || HAS_SCORE_MOD
       const int in_group = n * 8 + (lane & 3) * 2 + (i & 1);
       // The functions may index captured buffers: they are called for real heads and tokens only.
@@ -368,21 +410,9 @@ __device__ __forceinline__ void decode_join_shared(const DecodeParams& p, int ro
   maximum = larger;
 }
 
-// Adds the warps' sums and hands the item's result on. `pending` is the row of the item before, which is merged here if
-// this block brought its last split, and becomes this item's row.
-__device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeParams& p, const DecodeItem& item, int head,
-                                                   const RowShare& share, PendingRow& pending, unsigned char* shared, int warp, int lane, int barrier) {
-  float* sums = reinterpret_cast<float*>(shared + RING_BYTES);
-  float2* softmax = reinterpret_cast<float2*>(sums + WARPS * p.group * PASS_STRIDE);
-  u32* flag = decode_flag(p, shared);
-  const int g = lane >> 2, t = lane & 3, thread = warp * 32 + lane;
-  decode_settle_arrival(p, pending, flag, thread);
-  // The only split of the row's own tokens takes the parts of its shared prefix in at once.
-  const bool joins = share.parts > 0 && item.splits == share.parts + 1;
-  if (joins && thread == 0) {
-    wait_for_shared(p, share, head);
-    fence_acquire();
-  }
+// Leaves a warp's maxima and the sums of its weights for the others.
+__device__ __forceinline__ void decode_put_softmax(const DecodeState& s, float2* softmax, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < N_TILES; n++) {
 #pragma unroll
@@ -394,36 +424,67 @@ __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeP
       if (g == 0) softmax[warp * MAX_HEADS + n * 8 + t * 2 + j] = make_float2(s.maximum[n][j], total);
     }
   }
+}
+
+// Leaves columns PASS_COLUMNS pass.. of a warp's sums of the first `heads` heads for the others.
+__device__ __forceinline__ void decode_put_sums(const DecodeState& s, float* sums, int pass, int heads, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int m = 0; m < PASS_COLUMNS / 16; m++)
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int head = n * 8 + t * 2 + (i & 1);
+        if (head < heads) sums[(warp * heads + head) * PASS_STRIDE + m * 16 + g + (i >> 1) * 8] = s.sum[pass * (PASS_COLUMNS / 16) + m][n][i];
+      }
+}
+
+// Adds what the warps left of one head in four columns, in the order of the warps.
+__device__ __forceinline__ void decode_add_warps(const float* sums, const float2* softmax, int heads, int head, int column,
+                                                 float& maximum, float& total, float4& sum) {
+  maximum = NEG_INFINITY;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) maximum = fmaxf(maximum, softmax[w * MAX_HEADS + head].x);
+  const float base = finite_maximum(maximum);
+  total = 0.f;
+  sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) {
+    const float weight = exp2_approx(softmax[w * MAX_HEADS + head].x - base);
+    const float4 x = *reinterpret_cast<const float4*>(sums + (w * heads + head) * PASS_STRIDE + column);
+    total = fmaf(softmax[w * MAX_HEADS + head].y, weight, total);
+    add_weighted(sum, x, weight);
+  }
+}
+
+// Adds the warps' sums and hands the item's result on. `pending` is the row of the item before, which is merged here if
+// this block brought its last split, and becomes this item's row.
+__device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeParams& p, const DecodeItem& item, int head,
+                                                   const RowShare& share, PendingRow& pending, unsigned char* shared, int warp, int lane, int barrier) {
+  float* sums = reinterpret_cast<float*>(shared + RING_BYTES);
+  float2* softmax = reinterpret_cast<float2*>(sums + WARPS * p.group * PASS_STRIDE);
+  u32* flag = decode_flag(p, shared);
+  const int thread = warp * 32 + lane;
+  decode_settle_arrival(p, pending, flag, thread);
+  // The only split of the row's own tokens takes the parts of its shared prefix in at once.
+  const bool joins = share.parts > 0 && item.splits == share.parts + 1;
+  if (joins && thread == 0) {
+    wait_for_shared(p, share, head);
+    fence_acquire();
+  }
+  decode_put_softmax(s, softmax, warp, lane);
   const i64 part = (((i64)item.row * p.kv_heads + head) * p.max_splits + item.split) * p.group;
 #pragma unroll
   for (int pass = 0; pass < N_TILES; pass++) {
     if (pass) stage_barrier(barrier, DECODE_THREADS);
-#pragma unroll
-    for (int m = 0; m < PASS_COLUMNS / 16; m++)
-#pragma unroll
-      for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int in_group = n * 8 + t * 2 + (i & 1);
-          if (in_group < p.group)
-            sums[(warp * p.group + in_group) * PASS_STRIDE + m * 16 + g + (i >> 1) * 8] = s.sum[pass * (PASS_COLUMNS / 16) + m][n][i];
-        }
+    decode_put_sums(s, sums, pass, p.group, warp, lane);
     stage_barrier(barrier, DECODE_THREADS);
     for (int u = thread; u < p.group * PASS_VECTORS; u += DECODE_THREADS) {
       const int in_group = u / PASS_VECTORS, column = u % PASS_VECTORS * 4;
-      float maximum = NEG_INFINITY;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) maximum = fmaxf(maximum, softmax[w * MAX_HEADS + in_group].x);
-      const float base = finite_maximum(maximum);
-      float total = 0.f;
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        const float weight = exp2_approx(softmax[w * MAX_HEADS + in_group].x - base);
-        const float4 x = *reinterpret_cast<const float4*>(sums + (w * p.group + in_group) * PASS_STRIDE + column);
-        total = fmaf(softmax[w * MAX_HEADS + in_group].y, weight, total);
-        add_weighted(sum, x, weight);
-      }
+      float maximum, total;
+      float4 sum;
+      decode_add_warps(sums, softmax, p.group, in_group, column, maximum, total, sum);
       const int at = pass * PASS_COLUMNS + column, h = head * p.group + in_group;
       if (joins) decode_join_shared(p, item.row, head, in_group, at, share.parts, maximum, total, sum);
       if (item.splits == 1 || joins) {
@@ -466,19 +527,14 @@ __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, un
   const u32 ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
   int* valid = reinterpret_cast<int*>(shared + RING_BYTES + WARPS * p.group * PASS_STRIDE * 4 + WARPS * MAX_HEADS * 8) + warp * STAGES;
 
-  DecodeCursor cursor;
-  cursor.work = block;
-  cursor.head = block % p.kv_heads;
-  cursor.item = load_item(p, block);
-  DecodeItem item = cursor.item;
-  cursor.ahead = block + blocks < total ? load_item(p, block + blocks) : item;
-  cursor.token = item.start + warp * GRANULE;
-  cursor_settle(cursor, p, warp, total, blocks);
+  DecodeCursor<DecodeItem> cursor;
+  DecodeItem item = load_item<DecodeItem>(p, block);
+  cursor_start(cursor, p, item, block, blocks, warp, total);
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) decode_issue(cursor, p, ring + s * STAGE_BYTES, valid + s, warp, lane, total, blocks);
 
-  u32 q[N_TILES][HEAD_DIM / 16][2];
-  decode_load_query(q, p, item, block % p.kv_heads, lane);
+  DecodeQuery query;
+  decode_load_query(query, p, item, block % p.kv_heads, lane);
   PendingRow pending;
   pending.row = pending.head = pending.splits = 0;
   pending.arrived_before = 0;
@@ -488,7 +544,8 @@ __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, un
   for (int work = block; work < total; work += blocks) {
     const int head = work % p.kv_heads;
     const bool more = work + blocks < total;
-    const DecodeItem next = more ? load_item(p, work + blocks) : item;
+    const DecodeItem next = more ? load_item<DecodeItem>(p, work + blocks) : item;
+    const auto sees = [&](int, int, int kv) { return kv >= item.first; };
     DecodeState state;
     decode_reset(state);
     for (int token = item.start + warp * GRANULE; token < item.end; token += WARPS * GRANULE) {
@@ -496,11 +553,11 @@ __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, un
       __syncwarp();  // every lane's copies have landed, and every lane is done with the stage filled next
       const int fill = stage == 0 ? STAGES - 1 : stage - 1;
       decode_issue(cursor, p, ring + fill * STAGE_BYTES, valid + fill, warp, lane, total, blocks);
-      decode_step(state, q, p, item, head, ring + stage * STAGE_BYTES, token, valid[stage], lane);
+      decode_step(state, query, sees, p, item, head, ring + stage * STAGE_BYTES, token, valid[stage], lane);
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     // The next query travels while this item is summed up.
-    if (more) decode_load_query(q, p, next, (work + blocks) % p.kv_heads, lane);
+    if (more) decode_load_query(query, p, next, (work + blocks) % p.kv_heads, lane);
     decode_finish_item(state, p, item, head, share, pending, shared, warp, lane, barrier);
     item = next;
     if (more) share = load_share(p, item.row);

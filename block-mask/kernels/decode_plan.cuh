@@ -15,8 +15,8 @@
 //    0    3     300   ────┐
 //    1    4     290   ────┴▶   (0..2, tokens 0..128), (0..2, 128..256)   (0, 256..300, 2 of 3)  (1, 256..290, 2 of 3)
 //
-// With `fixed` every row is made of shared items, of up to `shared_rows` neighbours with one slot: the tokens of a prompt, or
-// a single row. A cut lies at every multiple of `min_split`, whatever the row's length.
+// With `together` every row is made of shared items, of up to `shared_rows` neighbours with one slot: the tokens of a prompt,
+// or a single row. Cuts lie where the rows' own items would have them.
 //
 // Long items come first, which evens out the blocks that take them in turn: classes from the longest on, of each class the
 // whole splits, then the rests of rows in REST_BINS bins.
@@ -31,7 +31,8 @@ struct DecodeItem {
   int position;       // logical position of the query: length - 1
 };
 
-// A part of a prefix for rows first_row .. first_row + rows, read through the page table of `slot`.
+// Tokens that rows first_row .. first_row + rows see, read through the page table of `slot`: a part of their prefix, or with
+// `together` one split of them all, of which a row sees what its length allows.
 struct SharedItem {
   int first_row, rows, slot;
   int split;       // which part: of every row's splits the one with this number
@@ -55,7 +56,7 @@ struct DecodePlanParams {
   const int* slots;     // [rows]
   const int* lengths;   // [rows], tokens visible to the row minus `length_offset`
   DecodeItem* items;    // [rows * max_splits]
-  SharedItem* shared;   // [rows * SHARED_SPLITS], or [rows * max_splits] with `fixed`
+  SharedItem* shared;   // [rows * SHARED_SPLITS], or [rows * max_splits] with `together`
   int* row_splits;      // [rows]
   int* row_lengths;     // [rows]
   RowShare* row_shares; // [rows]
@@ -64,7 +65,7 @@ struct DecodePlanParams {
   int max_pages, page_shift;
   int shared_rows;      // rows that a shared item takes at most
   int shared_tokens;    // a prefix has at least so many
-  int fixed;            // 1: all rows in the one form that depends on nothing but the row
+  int together;         // 1: neighbours of one slot in shared items, nothing else
   int shared_blocks;    // blocks of the launch over KV heads: how many parts all prefixes together should have
   int rows, n_slots;
   int max_length;       // max_pages * page_size
@@ -188,21 +189,24 @@ __device__ __forceinline__ void plan_shared(const DecodePlanParams& p, int* comm
   }
 }
 
-// The items of all rows that see anything, with `fixed`.
-__device__ __forceinline__ void plan_fixed(const DecodePlanParams& p, int* n_shared) {
+// The whole list with `together`. The host gives a `min_split` of which max_splits hold the longest row.
+__device__ __forceinline__ void plan_together(const DecodePlanParams& p, int* n_shared) {
   if (threadIdx.x == 0) *n_shared = 0;
   __syncthreads();
   for (int first = threadIdx.x; first < p.rows; first += PLAN_THREADS) {
     const int2 of = plan_row(p, first);
+    p.row_lengths[first] = of.y;
+    p.row_splits[first] = of.y > 0 ? (of.y + p.min_split - 1) / p.min_split : 1;
     auto follows = [&](int2 row) { return row.x == of.x && row.y > 0; };
-    if (of.y == 0 || (first % p.shared_rows != 0 && follows(plan_row(p, first - 1)))) continue;
+    if (of.y > 0 && first % p.shared_rows != 0 && follows(plan_row(p, first - 1))) continue;
     int end = first + 1, length = of.y;
-    for (; end < p.rows && end % p.shared_rows != 0; end++) {
+    for (; length > 0 && end < p.rows && end % p.shared_rows != 0; end++) {
       const int2 row = plan_row(p, end);
       if (!follows(row)) break;
       length = length > row.y ? length : row.y;
     }
-    const int parts = (length + p.min_split - 1) / p.min_split;
+    // A padded row has one item without tokens, which writes zeros.
+    const int parts = length > 0 ? (length + p.min_split - 1) / p.min_split : 1;
     const int at = (int)atomicAdd(reinterpret_cast<u32*>(n_shared), (u32)parts);
     for (int i = 0; i < parts; i++) {
       SharedItem item;
@@ -213,6 +217,7 @@ __device__ __forceinline__ void plan_fixed(const DecodePlanParams& p, int* n_sha
     }
   }
   __syncthreads();
+  if (threadIdx.x == 0) p.n_items[0] = 0, p.n_items[1] = *n_shared;
 }
 
 __device__ __forceinline__ DecodeRow decode_row(const DecodePlanParams& p, int row, int prefix) {
@@ -223,11 +228,6 @@ __device__ __forceinline__ DecodeRow decode_row(const DecodePlanParams& p, int r
   r.first = p.window > 0 && r.length > p.window ? r.length - p.window : 0;
   r.start = prefix > 0 ? prefix : r.first & ~15;
   r.split_class = 0;
-  if (p.fixed && r.length > 0) {
-    r.split_class = -1;  // no items of its own
-    r.splits = (r.length + p.min_split - 1) / p.min_split;
-    return r;
-  }
   int n = r.length - r.start, split = p.min_split;
   while (r.split_class + 1 < p.n_classes && (n + split - 1) / split > p.max_splits) {
     split *= 2;
@@ -247,8 +247,11 @@ __device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int
   int base = 0;
   int* n_shared = shared + PLAN_THREADS / 32;
   int* prefix = n_shared + 4;
-  const bool sharing = p.table && p.rows <= MAX_SHARING_ROWS && !p.fixed;
-  if (p.fixed) plan_fixed(p, n_shared);
+  if (p.together) {
+    plan_together(p, n_shared);
+    return;
+  }
+  const bool sharing = p.table && p.rows <= MAX_SHARING_ROWS;
   if (sharing) {
     plan_shared(p, prefix + MAX_SHARING_ROWS, prefix, n_shared);
   } else {
@@ -308,5 +311,5 @@ __device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int
       __syncthreads();
     }
   }
-  if (thread == 0) p.n_items[0] = base, p.n_items[1] = sharing || p.fixed ? *n_shared : 0;
+  if (thread == 0) p.n_items[0] = base, p.n_items[1] = sharing ? *n_shared : 0;
 }

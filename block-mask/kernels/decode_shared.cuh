@@ -7,10 +7,6 @@
 //   scores  S [16 queries, 64 tokens] = Q [16, D] K^T        16 queries a warp: the rows of the tensor-core product
 //   sum     O [16 queries, D] += P [16, 64] V                every warp sees every token, so that all share one ring
 //
-// Tokens of one prompt are such rows too: the same pages, and each row sees a token more. With `fixed` in the plan all rows
-// are computed in this form, single rows of decoding as well, cut every `min_split` tokens of the sequence: then nothing
-// about a row's sum depends on what else is in the step, and a prompt's token gives the bits that decoding it gave.
-//
 // The result for a row is one more split of it, before those of its own tokens: stored and merged like them, by the block that
 // completes the row's own splits. So the order of a row's sum is again fixed; but with whom it shares decides how long the
 // prefix is and how it is cut. (Merged by the block that brings a part, 16 rows would wait for each other.)
@@ -31,17 +27,6 @@ struct SharedCursor {
   int pages[SHARED_TOKENS / GRANULE];
   SharedItem item;
 };
-
-__device__ __forceinline__ SharedItem load_shared_item(const DecodeParams& p, int work) {
-  const int4* from = reinterpret_cast<const int4*>(p.shared_items + work / p.kv_heads);
-  const int4 a = __ldg(from), b = __ldg(from + 1);
-  SharedItem i;
-  i.first_row = a.x, i.rows = a.y, i.slot = a.z, i.split = a.w;
-  i.start = b.x, i.end = b.y, i.piece = b.z, i.unused = 0;
-  // A work list made for more rows than these buffers have.
-  if (i.first_row + i.rows > p.rows) i.rows = 0;
-  return i;
-}
 
 __device__ __forceinline__ void shared_pages(SharedCursor& c, const DecodeParams& p) {
 #pragma unroll
@@ -71,7 +56,7 @@ __device__ __forceinline__ void shared_issue(SharedCursor& c, const DecodeParams
     if (c.token >= c.item.end) {
       c.work += stride;
       if (c.work < total) {
-        c.item = load_shared_item(p, c.work);
+        c.item = load_item<SharedItem>(p, c.work);
         c.head = c.work % p.kv_heads;
         c.token = c.item.start;
       }
@@ -103,7 +88,7 @@ struct SharedState {
   float sum[HEAD_DIM / 8][4];
   float maximum[2];
   float total[2];  // this lane's tokens only, until the end of the item
-  int limit[2];    // tokens that the row sees, 0 without a row
+  int limit[2];    // end of the tokens that the row sees, 0 without a row
 };
 
 // SHARED_TOKENS tokens from `token` on.
@@ -174,7 +159,7 @@ __device__ __forceinline__ void shared_step(SharedState& s, const u32 (&q)[HEAD_
   }
 }
 
-// Stores one part of the siblings of a warp, or the whole of those that have no other.
+// Stores one part of the siblings of a warp.
 __device__ __forceinline__ void shared_store(SharedState& s, const DecodeParams& p, const SharedItem& item, int head, int warp, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -182,17 +167,8 @@ __device__ __forceinline__ void shared_store(SharedState& s, const DecodeParams&
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
     const int n = warp * 16 + half * 8 + (lane >> 2), sibling = n / p.group;
-    if (s.limit[half] <= item.start) continue;
+    if (s.limit[half] == 0) continue;
     const i64 row = item.first_row + sibling;
-    if (p.row_splits[row] == 1) {
-      const int h = head * p.group + n % p.group;
-      const float inverse = inverse_sum(total);
-      u32* out = reinterpret_cast<u32*>(p.out + (row * p.heads + h) * HEAD_DIM + (lane & 3) * 2);
-#pragma unroll
-      for (int m = 0; m < HEAD_DIM / 8; m++) out[m * 4] = pack_bf16(s.sum[m][half * 2] * inverse, s.sum[m][half * 2 + 1] * inverse);
-      if (p.lse && (lane & 3) == 0) p.lse[row * p.heads + h] = log_sum_exp(s.maximum[half], total);
-      continue;
-    }
     const i64 part = ((row * p.kv_heads + head) * p.max_splits + item.split) * p.group + n % p.group;
     float2* to = reinterpret_cast<float2*>(p.partial + part * HEAD_DIM + (lane & 3) * 2);
 #pragma unroll
@@ -207,18 +183,17 @@ __device__ __forceinline__ void decode_shared_stage(const DecodeParams& p, unsig
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   if (block >= total) return;
   const u32 ring = shared_address(shared);
-  int* last = reinterpret_cast<int*>(shared + RING_BYTES);  // [SHARED_QUERIES]: splits of the rows that are complete, or 0
   SharedCursor cursor;
   cursor.work = block;
   cursor.head = block % p.kv_heads;
-  cursor.item = load_shared_item(p, block);
+  cursor.item = load_item<SharedItem>(p, block);
   cursor.token = cursor.item.start;
   shared_pages(cursor, p);
 #pragma unroll
   for (int s = 0; s < SHARED_STAGES - 1; s++) shared_issue(cursor, p, ring + s * SHARED_STAGE_BYTES, thread, total, blocks);
   int stage = 0;
   for (int work = block; work < total; work += blocks) {
-    const SharedItem item = load_shared_item(p, work);
+    const SharedItem item = load_item<SharedItem>(p, work);
     const int head = work % p.kv_heads;
     const bool busy = warp * 16 < item.rows * p.group;
     u32 q[HEAD_DIM / 16][4];
@@ -233,8 +208,7 @@ __device__ __forceinline__ void decode_shared_stage(const DecodeParams& p, unsig
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int sibling = (warp * 16 + half * 8 + (lane >> 2)) / p.group;
-      const int length = sibling < item.rows ? p.row_lengths[item.first_row + sibling] : 0;
-      state.limit[half] = length < item.end ? length : item.end;
+      state.limit[half] = sibling < item.rows ? item.end : 0;
     }
     for (int token = item.start; token < item.end; token += SHARED_TOKENS) {
       wait_copies<SHARED_PENDING>();
@@ -246,33 +220,9 @@ __device__ __forceinline__ void decode_shared_stage(const DecodeParams& p, unsig
     }
     if (busy) shared_store(state, p, item, head, warp, lane);
     stage_barrier(barrier, DECODE_THREADS);  // the parts of all threads lie before the arrivals
-    if (!p.fixed) {
-      // Merged with the rows' own splits.
-      if (thread == 0) arrive_release(p.shared_arrived + ((i64)item.piece * p.kv_heads + head) * 2);
-      continue;
-    }
-    if (thread < item.rows) {
-      const int row = item.first_row + thread, splits = p.row_splits[row];
-      u32* arrived = p.arrived + (i64)row * p.kv_heads + head;
-      // A row without tokens here, or without another part, has nothing to count.
-      const bool counts = splits > 1 && p.row_lengths[row] > item.start;
-      const bool complete = counts && arrive_release(arrived) == (u32)splits - 1;
-      if (complete) {
-        fence_acquire();  // the other blocks' parts are seen after the barrier
-        *arrived = 0;     // ready for the next launch
-      }
-      last[thread] = complete ? splits : 0;
-    }
-    stage_barrier(barrier, DECODE_THREADS);
-    // A row to each warp, or the one row to all.
-    const bool alone = item.rows == 1;
-    for (int i = alone ? 0 : warp; i < item.rows; i += WARPS) {
-      if (last[i] == 0) continue;
-      PendingRow row;
-      row.row = item.first_row + i, row.head = head, row.splits = last[i], row.arrived_before = 0;
-      decode_merge_splits(p, row, alone ? thread : lane, alone ? DECODE_THREADS : 32);
-    }
+    // Merged with the rows' own splits.
+    if (thread == 0) arrive_release(p.shared_arrived + ((i64)item.piece * p.kv_heads + head) * 2);
   }
   wait_copies<0>();
-  stage_barrier(barrier, DECODE_THREADS);  // the ring and `last` are free for the rows' own items
+  stage_barrier(barrier, DECODE_THREADS);  // the ring is free for the rows' own items
 }

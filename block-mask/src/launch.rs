@@ -51,7 +51,7 @@ struct PlanParams {
     page_shift: i32,
     shared_rows: i32,
     shared_tokens: i32,
-    fixed: i32,
+    together: i32,
     shared_blocks: i32,
     rows: i32,
     n_slots: i32,
@@ -88,9 +88,7 @@ struct DecodeParams {
     kv_heads: i32,
     group: i32,
     max_splits: i32,
-    fixed: i32,
     scale: f32,
-    reserved: u32,
     captures: u64,
 }
 
@@ -295,9 +293,9 @@ pub(crate) enum Sharing<'a> {
         /// Tokens of a prefix at least.
         min_tokens: usize,
     },
-    /// All, neighbours with one slot together.
-    Fixed {
-        /// Rows that share one read at most, at least 1.
+    /// All, neighbours with one slot together, for the kernel decode_together.
+    Together {
+        /// Rows of an item at most, at least 1.
         max_rows: usize,
     },
 }
@@ -308,7 +306,7 @@ pub(crate) struct Plan<'a> {
     pub(crate) lengths: DeviceSlice<'a, i32>,
     /// `[rows * max_splits, ITEM_WORDS]`.
     pub(crate) items: DeviceSlice<'a, i32>,
-    /// `[rows * SHARED_SPLITS, SHARED_ITEM_WORDS]`, or `[rows * max_splits, …]` with [`Sharing::Fixed`].
+    /// `[rows * SHARED_SPLITS, SHARED_ITEM_WORDS]`, or `[rows * max_splits, …]` with [`Sharing::Together`].
     pub(crate) shared_items: DeviceSlice<'a, i32>,
     /// `[rows]` or more.
     pub(crate) row_splits: DeviceSlice<'a, i32>,
@@ -362,7 +360,7 @@ pub(crate) fn decode_plan(kernel: &Kernel, stream: &Stream, plan: &Plan<'_>) -> 
             max_rows,
             min_tokens,
         } => (Some(page_table), max_rows, min_tokens, SHARED_SPLITS),
-        Sharing::Fixed { max_rows } => (None, max_rows, 1, plan.max_splits),
+        Sharing::Together { max_rows } => (None, max_rows, 1, plan.max_splits),
     };
     at_least(
         "shared items",
@@ -379,7 +377,7 @@ pub(crate) fn decode_plan(kernel: &Kernel, stream: &Stream, plan: &Plan<'_>) -> 
             table.len(),
         )?;
     }
-    let fixed = matches!(plan.sharing, Sharing::Fixed { .. });
+    let together = matches!(plan.sharing, Sharing::Together { .. });
     at_least(
         "items",
         rows.saturating_mul(plan.max_splits).saturating_mul(ITEM_WORDS),
@@ -403,7 +401,7 @@ pub(crate) fn decode_plan(kernel: &Kernel, stream: &Stream, plan: &Plan<'_>) -> 
             limit,
         });
     }
-    if fixed && plan.min_split.saturating_mul(plan.max_splits) < max_length {
+    if together && plan.min_split.saturating_mul(plan.max_splits) < max_length {
         return Err(CudaError::Mismatch {
             what: "splits",
             expected: max_length.div_ceil(plan.min_split),
@@ -428,7 +426,7 @@ pub(crate) fn decode_plan(kernel: &Kernel, stream: &Stream, plan: &Plan<'_>) -> 
         page_shift: plan.page_size.trailing_zeros() as i32,
         shared_rows: int("rows that share", shared_rows.max(1))?,
         shared_tokens: shared_tokens.clamp(1, limit) as i32,
-        fixed: i32::from(fixed),
+        together: i32::from(together),
         shared_blocks: int("blocks", plan.shared_blocks.max(1))?,
         rows: int("rows", rows)?,
         n_slots: int("slots", plan.table.n_slots)?,
@@ -466,8 +464,6 @@ pub(crate) struct Decode<'a> {
     pub(crate) row_shares: DeviceSlice<'a, i32>,
     /// `[rows, kv_heads, 2]` or more.
     pub(crate) shared_arrived: DeviceSlice<'a, u32>,
-    /// Whether the items are those of [`Sharing::Fixed`].
-    pub(crate) fixed: bool,
     pub(crate) partial: DeviceSlice<'a, f32>,
     pub(crate) partial_sums: DeviceSlice<'a, f32>,
     pub(crate) arrived: DeviceSlice<'a, u32>,
@@ -476,7 +472,7 @@ pub(crate) struct Decode<'a> {
     pub(crate) captures: u64,
 }
 
-/// Attends for every item of the work list.
+/// Attends for every item of the work list, by decode_attention or, for a list with [`Sharing::Together`], by decode_together.
 pub(crate) fn decode_attention(
     kernel: &Kernel,
     stream: &Stream,
@@ -533,9 +529,7 @@ pub(crate) fn decode_attention(
         kv_heads: shape.kv_heads as i32,
         group: shape.group() as i32,
         max_splits: int("splits", of.max_splits)?,
-        fixed: i32::from(of.fixed),
         scale: of.scale,
-        reserved: 0,
         captures: of.captures,
     };
     // SAFETY: the items come from decode_plan with the same table and split counts (both are private to the object that

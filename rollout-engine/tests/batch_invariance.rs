@@ -67,6 +67,30 @@ fn requests(longest: usize) -> Vec<Request> {
     problems.iter().enumerate().map(request).collect()
 }
 
+/// Prompts of arbitrary tokens around the first positions where a GPU cuts a sequence, at 512 and 1,024 tokens: the cut comes
+/// while decoding, or in the prompt. The last two start alike.
+fn long_requests() -> Vec<Request> {
+    let prompt =
+        |seed: u32, len: u32| -> Vec<u32> { (0..len).map(|i| 20 + (i * i + seed * i) % 150).collect() };
+    let prompts = [
+        prompt(1, 490),
+        prompt(2, 500),
+        prompt(3, 530),
+        prompt(4, 1010),
+        prompt(4, 700),
+    ];
+    let request = |(i, prompt): (usize, Vec<u32>)| {
+        let mut request = Request::token_ids(prompt)
+            .max_new_tokens(40)
+            .n(1 + i % 2)
+            .seed(i as u64);
+        request.sampling.temperature = 1.2;
+        request.sampling.ignore_eos = true;
+        request
+    };
+    prompts.into_iter().enumerate().map(request).collect()
+}
+
 fn builder(device: DeviceChoice) -> EngineBuilder {
     Engine::builder()
         .model(model())
@@ -116,12 +140,13 @@ fn sizes(
     page_sizes: &[usize],
     batches: std::ops::Range<usize>,
     longest: usize,
+    chunks: std::ops::Range<usize>,
 ) -> impl Strategy<Value = Sizes> {
     (
         prop::sample::select(page_sizes.to_vec()),
         batches,
         0usize..64,
-        1usize..90,
+        chunks,
     )
         .prop_map(
             move |(page_size, max_batch_size, spare, max_prefill_tokens)| Sizes {
@@ -246,7 +271,7 @@ fn two_hundred_random_schedules_give_the_same_bits() {
         .map(|size| (size, alone(DeviceChoice::Cpu, size, &requests)))
         .into();
     let mut runner = fixed();
-    let strategy = (sizes(&PAGE_SIZES, 1..9, 112), schedule(requests.len()));
+    let strategy = (sizes(&PAGE_SIZES, 1..9, 112, 1..90), schedule(requests.len()));
     let mut totals = [0; 3];
     for number in 0..200 {
         let (sizes, schedule) = strategy.new_tree(&mut runner).expect("a schedule").current();
@@ -270,14 +295,15 @@ fn two_hundred_random_schedules_give_the_same_bits() {
 fn two_hundred_random_schedules_give_the_same_bits_on_a_gpu() {
     let device = DeviceChoice::Cuda(0);
     // Pages hold 16 tokens at least: these grow over several.
-    let requests = requests(64);
+    let mut requests = requests(64);
+    requests.extend(long_requests());
     let expected = alone(device, 64, &requests);
     let mut runner = fixed();
     let mut totals = [0; 3];
     // An engine serves many schedules: to make one takes longer than a schedule. Batches of all buckets up to 48.
     for round in 0..10 {
         let batches = if round % 2 == 0 { 1..12 } else { 12..49 };
-        let sizes = sizes(&GPU_PAGE_SIZES, batches, 164)
+        let sizes = sizes(&GPU_PAGE_SIZES, batches, 1050, 12..150)
             .new_tree(&mut runner)
             .expect("sizes")
             .current();

@@ -48,7 +48,7 @@ pub struct DecodeLimits {
 /// run(q, k, v, …)          once per layer: splits of rows over the device, partial sums, merge in order
 /// ```
 ///
-/// With [`DecodeOptions::one_form`] a slot may have several rows, with different lengths: the tokens of a prompt.
+/// With [`DecodeOptions::together`] a slot may have several rows, with different lengths: the tokens of a prompt.
 ///
 /// Both can be captured. A row of slot 0 (padding), of a slot outside the table or of length 0 reads nothing and gives 0.
 pub struct DecodeAttention {
@@ -191,15 +191,13 @@ impl DecodeAttention {
             .clamp(1, options.max_splits);
         // Functions may tell the rows of a group apart; a window starts elsewhere in each of them.
         let plain = !functions.has_mask() && !functions.has_score() && window.is_none();
-        let shared_rows = match options.shared_prefix.is_some() || options.one_form {
-            true if plain => options.shared_rows(&shape),
-            _ => 0,
+        let shared_rows = match options.together {
+            true => options.check_together(plain, &shape, max_length)?,
+            false if plain && options.shared_prefix.is_some() => options.shared_rows(&shape),
+            false => 0,
         };
-        if options.one_form {
-            options.check_one_form(plain, shared_rows, max_length)?;
-        }
         // Items for a row at most, and splits that prefixes add to its own.
-        let (shared_items, more) = match (options.one_form, shared_rows) {
+        let (shared_items, more) = match (options.together, shared_rows) {
             (true, _) => (max_splits, 0),
             (false, 0) => (0, 0),
             (false, _) => (SHARED_SPLITS, SHARED_SPLITS),
@@ -220,9 +218,13 @@ impl DecodeAttention {
         let plan = compiler
             .load(device, &decode_plan_spec())?
             .kernel("decode_plan")?;
-        let kernel = compiler
-            .load(device, &decode_spec(&shape, &options, &functions))?
-            .kernel("decode_attention")?;
+        let spec = decode_spec(&shape, &options, &functions);
+        let entry = if options.together {
+            "decode_together"
+        } else {
+            "decode_attention"
+        };
+        let kernel = compiler.load(device, &spec)?.kernel(entry)?;
         let threads = options.warps as u32 * 32;
         let resident = kernel.blocks_per_multiprocessor(threads, shared as u32)?.max(1);
         let most = limits
@@ -318,8 +320,8 @@ impl DecodeAttention {
         length_offset: i32,
         sharing: Sharing<'_>,
     ) -> Result<DecodePlan<'_>, CudaError> {
-        let sharing = match self.options.one_form {
-            true => Sharing::Fixed {
+        let sharing = match self.options.together {
+            true => Sharing::Together {
                 max_rows: self.shared_rows,
             },
             false => sharing,
@@ -491,7 +493,6 @@ impl DecodePlan<'_> {
             row_lengths: of.workspace.row_lengths.as_slice(),
             row_shares: of.workspace.row_shares.as_slice(),
             shared_arrived: of.workspace.shared_arrived.as_slice(),
-            fixed: of.options.one_form,
             partial: of.workspace.partial.as_slice(),
             partial_sums: of.workspace.partial_sums.as_slice(),
             arrived: of.workspace.arrived.as_slice(),

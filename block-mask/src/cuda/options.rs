@@ -42,10 +42,11 @@ pub struct DecodeOptions {
     /// Read a prefix of at least so many tokens once for all neighbouring rows that share its pages, if the plan is made by
     /// [`plan_shared`](super::DecodeAttention::plan_shared). `None`: never; a row's bits then do not depend on its neighbours.
     pub shared_prefix: Option<usize>,
-    /// Compute every row in one form and cut it at every multiple of the split, whatever its length: a row's bits then depend
-    /// on its own tokens alone. Rows may also be several tokens of one prompt; neighbours of one slot share a read. Needs a
-    /// `split` of which `max_splits` hold the longest row, and no functions or window.
-    pub one_form: bool,
+    /// Compute neighbouring rows of one slot together, up to 32 query heads at once: the tokens of a prompt, each with its own
+    /// length. A row gets the bits that it gets without this by the same `split`, `max_splits` and `warps`, if the values of the
+    /// tokens that only its neighbours see are finite: they are read, and weigh 0. Needs a `split` of which `max_splits` hold the
+    /// longest row, no functions and no window.
+    pub together: bool,
 }
 
 impl DecodeOptions {
@@ -73,13 +74,14 @@ impl DecodeOptions {
             split: None,
             max_splits: 32,
             shared_prefix: Some(SHARED_PREFIX),
-            one_form: false,
+            together: false,
         }
     }
 
-    /// These options for [`one_form`](Self::one_form), with rows of up to `max_length` tokens.
-    pub fn in_one_form(self, max_length: usize) -> DecodeOptions {
-        let mut split = ONE_FORM_SPLIT;
+    /// These options with cuts that depend on nothing but the sequence, for rows of up to `max_length` tokens: every 512 of them,
+    /// nothing shared with other sequences.
+    pub fn in_fixed_splits(self, max_length: usize) -> DecodeOptions {
+        let mut split = FIXED_SPLIT;
         while max_length.div_ceil(split) > MOST_SPLITS {
             split *= 2;
         }
@@ -87,32 +89,41 @@ impl DecodeOptions {
             split: Some(split),
             max_splits: max_length.div_ceil(split).max(1),
             shared_prefix: None,
-            one_form: true,
             ..self
         }
     }
 
-    /// Refuses what [`one_form`](Self::one_form) cannot do.
-    pub(crate) fn check_one_form(
+    /// These options with [`together`](Self::together): shorter rings, to make room for more queries.
+    pub fn for_tokens_together(self) -> DecodeOptions {
+        DecodeOptions {
+            stages: 2,
+            // The sums take all registers of eight warps.
+            blocks_per_multiprocessor: self.blocks_per_multiprocessor.min((8 / self.warps.max(1)).max(1)),
+            shared_prefix: None,
+            together: true,
+            ..self
+        }
+    }
+
+    /// Rows of an item with [`together`](Self::together), and refuses what that cannot do.
+    pub(crate) fn check_together(
         &self,
         plain: bool,
-        shared_rows: usize,
+        shape: &AttentionShape,
         max_length: usize,
-    ) -> Result<(), CudaError> {
+    ) -> Result<usize, CudaError> {
         let why = if !plain {
             "functions and windows are not possible"
-        } else if shared_rows == 0 {
-            "the rings of a block are too small"
         } else if self
             .split
             .is_none_or(|split| max_length.div_ceil(split) > self.max_splits)
         {
             "it needs a split of which max_splits hold the longest row"
         } else {
-            return Ok(());
+            return Ok(TOGETHER_TILES * 8 / shape.group().max(1));
         };
         Err(CudaError::OptionRefused {
-            option: "one_form",
+            option: "together",
             why: why.to_owned(),
         })
     }
@@ -195,17 +206,38 @@ impl DecodeOptions {
         shape.group().div_ceil(8).max(1)
     }
 
-    /// Dynamic shared memory of a block; in step with decode_attention.cuh.
+    /// Tensor-core tiles of query heads in a step of a warp.
+    pub(crate) fn tiles(&self, shape: &AttentionShape) -> usize {
+        match self.together {
+            true => TOGETHER_TILES,
+            false => DecodeOptions::head_tiles(shape),
+        }
+    }
+
+    /// Dynamic shared memory of a block; in step with decode_attention.cuh and decode_together.cuh.
     pub(crate) fn shared_bytes(&self, shape: &AttentionShape) -> usize {
-        let tiles = DecodeOptions::head_tiles(shape);
+        let tiles = self.tiles(shape);
         let ring = self.warps * self.stages * 2 * 16 * shape.head_dim * 2;
+        if self.together {
+            let heads = 8 * tiles;
+            let sums = self.warps * heads * (shape.head_dim / tiles + 4) * 4;
+            let rows = heads * (8 + 4);
+            return ring
+                + heads * shape.head_dim * 2
+                + sums
+                + self.warps * heads * 8
+                + rows
+                + self.warps * self.stages * 4;
+        }
         let sums = self.warps * shape.group() * (shape.head_dim / tiles + 4) * 4;
         ring + sums + self.warps * 8 * tiles * 8 + self.warps * self.stages * 4 + 16
     }
 }
 
-/// Of [`DecodeOptions::one_form`]: what many rows take by default.
-const ONE_FORM_SPLIT: usize = 512;
+/// Of [`DecodeOptions::in_fixed_splits`]: what many rows take by default.
+const FIXED_SPLIT: usize = 512;
+/// Tiles of query heads of [`DecodeOptions::together`].
+const TOGETHER_TILES: usize = 4;
 /// Splits of a row at most.
 const MOST_SPLITS: usize = 256;
 /// A prefix worth the sums that sharing adds.

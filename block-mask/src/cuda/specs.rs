@@ -25,6 +25,7 @@ fn headers() -> Vec<Header> {
         header!("decode_plan.cuh"),
         header!("decode_attention.cuh"),
         header!("decode_shared.cuh"),
+        header!("decode_together.cuh"),
         header!("prefill_attention.cuh"),
         header!("prefill_causal.cuh"),
         header!("flex_attention.cuh"),
@@ -63,11 +64,12 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
             ));
         }
         let (warps, stages, blocks) = DECODE_FORMS[0];
-        specs.push(decode_spec(
-            &shape(16),
-            &DecodeOptions::of(warps, stages, blocks),
-            &none,
-        ));
+        let options = DecodeOptions::of(warps, stages, blocks);
+        specs.push(decode_spec(&shape(16), &options, &none));
+        for (warps, stages, blocks) in [DECODE_FORMS[0], DECODE_FORMS[3]] {
+            let options = DecodeOptions::of(warps, stages, blocks).in_fixed_splits(1);
+            specs.push(decode_spec(&shape(8), &options.for_tokens_together(), &none));
+        }
         for block_m in [64, 128] {
             // Causal prefill without functions is always safe.
             let options = TileOptions {
@@ -125,30 +127,46 @@ pub(crate) fn decode_spec(
     options: &DecodeOptions,
     functions: &Functions,
 ) -> KernelSpec {
-    let (head_dim, tiles) = (shape.head_dim, DecodeOptions::head_tiles(shape));
+    let (head_dim, tiles) = (shape.head_dim, options.tiles(shape));
     let DecodeOptions {
         warps,
         stages,
         blocks_per_multiprocessor: blocks,
         ..
     } = *options;
-    let name = format!("decode_attention<{head_dim},{tiles}> {warps} warps {stages} stages {blocks} blocks");
-    // Two blocks of 128 threads fit with up to 255 registers. Merging splits takes most of them, for loads in flight. In the
-    // forms for few query heads the compiler leaves what a block finds out about its items in local memory, 64 bytes of it.
-    let limits = Limits {
-        stack_bytes: if tiles <= 2 { 64 } else { 0 },
-        ..Limits::registers(255)
+    let (kernel, source, limits) = if options.together {
+        // 32 query heads of 128 elements take every register; a few words spilled outside the loop cost nothing.
+        let limits = Limits {
+            spill_bytes: 112,
+            stack_bytes: 40,
+            ..Limits::registers(255)
+        };
+        (
+            "decode_together",
+            include_str!("../../kernels/decode_together.cu"),
+            limits,
+        )
+    } else {
+        // Two blocks of 128 threads fit with up to 255 registers. Merging splits takes most of them, for loads in flight. In the
+        // forms for few query heads the compiler leaves what a block finds out about its items in local memory, 64 bytes of it.
+        let limits = Limits {
+            stack_bytes: if tiles <= 2 { 64 } else { 0 },
+            ..Limits::registers(255)
+        };
+        (
+            "decode_attention",
+            include_str!("../../kernels/decode_attention.cu"),
+            limits,
+        )
     };
-    with_functions(
-        KernelSpec::new(name, include_str!("../../kernels/decode_attention.cu")),
-        functions,
-    )
-    .define("HEAD_DIM", head_dim)
-    .define("N_TILES", tiles)
-    .define("WARPS", warps)
-    .define("STAGES", stages)
-    .define("BLOCKS_PER_SM", blocks)
-    .entry("decode_attention", limits)
+    let name = format!("{kernel}<{head_dim},{tiles}> {warps} warps {stages} stages {blocks} blocks");
+    with_functions(KernelSpec::new(name, source), functions)
+        .define("HEAD_DIM", head_dim)
+        .define("N_TILES", tiles)
+        .define("WARPS", warps)
+        .define("STAGES", stages)
+        .define("BLOCKS_PER_SM", blocks)
+        .entry(kernel, limits)
 }
 
 pub(crate) fn prefill_spec(head_dim: usize, options: &TileOptions, functions: &Functions) -> KernelSpec {

@@ -5,7 +5,8 @@
 //! A packed step with rows that decode has both: tiles for the chunks of prompts, a work list for those
 //! rows, so that their long contexts are cut into pieces for the whole device.
 //!
-//! Where nothing may depend on the batch, both kinds go through one kernel in one form, whose work list is made on the device.
+//! Where nothing may depend on the batch, every row is cut at fixed positions of its sequence, and chunks of prompts go through
+//! the form of the decode kernel that takes several tokens together and gives each the bits of decoding it.
 
 use block_mask::cuda::{
     AttentionShape, CudaError, DecodeArgs, DecodeAttention, DecodeLimits, DecodeOptions, Functions,
@@ -69,18 +70,20 @@ pub(crate) struct Attention {
     prefill: PrefillAttention,
     /// Whether neighbours that share pages have them read once.
     pub(crate) share_reads: bool,
-    /// For both kinds of steps, instead of the two above.
-    one_form: Option<OneForm>,
+    /// For chunks of prompts instead of `prefill`, where nothing may depend on the batch.
+    together: Option<Together>,
     /// Elements between the rows of `qkv`.
     row_stride: usize,
+    /// Of the rows of `out`.
+    width: usize,
     chunks: Vec<PrefillChunk>,
 }
 
-/// Rows of both kinds of steps in the form that depends on nothing but the row.
+/// Tokens of prompts with the bits that decoding gives them.
 #[derive(Debug)]
-struct OneForm {
+struct Together {
     attention: DecodeAttention,
-    /// Rows at once: a packed step with more goes piece by piece.
+    /// Tokens at once: a packed step with more goes piece by piece.
     max_rows: usize,
 }
 
@@ -141,19 +144,15 @@ impl Attention {
             decode,
             prefill,
             share_reads: true,
-            one_form: None,
+            together: None,
             row_stride: config.qkv_size(),
+            width: config.q_size(),
             chunks: Vec::new(),
         })
     }
 
-    /// Whether both kinds of steps have the form that depends on nothing but the row.
-    pub(crate) fn in_one_form(&self) -> bool {
-        self.one_form.is_some()
-    }
-
-    /// From now on in the form that depends on nothing but the row.
-    pub(crate) fn use_one_form(
+    /// From now on a row's sums depend on its own sequence alone.
+    pub(crate) fn make_invariant(
         &mut self,
         stream: &Stream,
         compiler: &Compiler,
@@ -164,20 +163,21 @@ impl Attention {
         let shape = shape(config, options);
         let table = options.page_table();
         let max_length = table.max_pages_per_slot * table.page_size;
-        let how = DecodeOptions::for_device(device.info(), &shape).in_one_form(max_length);
-        let row_bytes = how.max_splits * config.n_heads * (config.head_dim + 2) * size_of::<f32>();
-        let wanted = options.max_tokens.max(options.max_batch_size);
-        let max_rows = (PARTIAL_BYTES / row_bytes.max(1))
-            .max(options.max_batch_size)
-            .min(wanted);
-        let limits = DecodeLimits {
-            max_rows,
-            n_slots: table.n_slots,
-            max_pages_per_slot: table.max_pages_per_slot,
+        let how = DecodeOptions::for_device(device.info(), &shape).in_fixed_splits(max_length);
+        let new = |max_rows, how| {
+            let limits = DecodeLimits {
+                max_rows,
+                n_slots: table.n_slots,
+                max_pages_per_slot: table.max_pages_per_slot,
+            };
+            let none = Functions::none();
+            DecodeAttention::new(device, compiler, shape, limits, None, None, none, how)
         };
-        let none = Functions::none();
-        let attention = DecodeAttention::new(device, compiler, shape, limits, None, None, none, how)?;
-        self.one_form = Some(OneForm { attention, max_rows });
+        self.decode = new(options.max_batch_size, how)?;
+        let row_bytes = how.max_splits * config.n_heads * (config.head_dim + 2) * size_of::<f32>();
+        let max_rows = (PARTIAL_BYTES / row_bytes.max(1)).clamp(1, options.max_tokens.max(1));
+        let attention = new(max_rows, how.for_tokens_together())?;
+        self.together = Some(Together { attention, max_rows });
         Ok(())
     }
 
@@ -187,7 +187,7 @@ impl Attention {
 
     /// Sends the tiles of a packed step, but for its last `continued` chunks.
     pub(crate) fn prepare(&mut self, stream: &Stream, plan: &StepPlan<'_>, continued: usize) -> Result<()> {
-        if self.one_form.is_some() {
+        if self.together.is_some() {
             return Ok(());
         }
         self.chunks.clear();
@@ -219,18 +219,15 @@ impl Attention {
         stream.keep_memory(positions);
         stream.keep_memory(page_table);
         // A row sees its own position too.
-        if let Some(OneForm { attention, .. }) = &self.one_form {
-            attention.plan(stream, slots, positions, 1)?;
-        } else if self.share_reads {
-            self.decode.plan_shared(stream, slots, positions, 1, page_table)?;
-        } else {
-            self.decode.plan(stream, slots, positions, 1)?;
-        }
+        match self.share_reads {
+            true => self.decode.plan_shared(stream, slots, positions, 1, page_table)?,
+            false => self.decode.plan(stream, slots, positions, 1)?,
+        };
         Ok(())
     }
 
-    /// Attention of the chunks of the packed step that was prepared last, or of all its rows in one form; rows have these
-    /// slots and positions. `first_layer`: no other layer of the step was attended for.
+    /// Attention of the chunks of the packed step that was prepared last, whose tokens have these slots and positions.
+    /// `first_layer`: no other layer of the step was attended for.
     pub(crate) fn packed(
         &self,
         stream: &Stream,
@@ -238,8 +235,8 @@ impl Attention {
         [slots, positions]: [DeviceSlice<'_, i32>; 2],
         first_layer: bool,
     ) -> Result<()> {
-        if let Some(one_form) = &self.one_form {
-            return self.packed_in_one_form(one_form, stream, of, [slots, positions], first_layer);
+        if let Some(together) = &self.together {
+            return self.packed_together(together, stream, of, [slots, positions], first_layer);
         }
         let args = PrefillArgs {
             q: of.qkv,
@@ -253,16 +250,15 @@ impl Attention {
         Ok(self.prefill.planned().run(stream, &args)?)
     }
 
-    fn packed_in_one_form(
+    fn packed_together(
         &self,
-        OneForm { attention, max_rows }: &OneForm,
+        Together { attention, max_rows }: &Together,
         stream: &Stream,
         of: &Operands<'_>,
         [slots, positions]: [DeviceSlice<'_, i32>; 2],
         first_layer: bool,
     ) -> Result<()> {
         let rows = slots.len();
-        let width = of.out.len() / rows.max(1);
         for from in (0..rows).step_by(*max_rows) {
             let to = (from + max_rows).min(rows);
             // The list of a step that is one piece is the same for all layers.
@@ -275,7 +271,7 @@ impl Attention {
                 k: of.k,
                 v: of.v,
                 page_table: of.page_table,
-                out: of.out.slice(from * width..to * width)?,
+                out: of.out.slice(from * self.width..to * self.width)?,
                 lse: None,
             };
             attention.planned(to - from)?.run(stream, &args)?;
@@ -295,10 +291,6 @@ impl Attention {
             out: of.out,
             lse: None,
         };
-        let attention = match &self.one_form {
-            Some(OneForm { attention, .. }) => attention,
-            None => &self.decode,
-        };
-        Ok(attention.planned(rows)?.run(stream, &args)?)
+        Ok(self.decode.planned(rows)?.run(stream, &args)?)
     }
 }

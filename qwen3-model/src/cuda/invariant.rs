@@ -3,12 +3,12 @@
 //!
 //! ```text
 //!   products    one reference algorithm for each matrix; other row counts take algorithms that were tried to give its bits
-//!   attention   one form of one kernel for the tokens of prompts and for decoding, cut at fixed positions of the sequence
+//!   attention   cut at fixed positions of the sequence; the tokens of prompts by the decode kernel too, several at once
 //!   the rest    works row by row anyway
 //! ```
 //!
-//! What it gives up: the persistent kernels of small decode steps, the products with norms inside of middle ones, reads of a prefix for several rows at once, and the kernel
-//! that is made for prompts.
+//! What it gives up: the persistent kernels of small decode steps, the products with norms inside of middle ones, reads of a
+//! prefix for several sequences at once, and the kernel that is made for prompts.
 
 use cuda_graphs::{Compiler, Matmul, MatmulOptions};
 
@@ -61,7 +61,7 @@ impl CudaBackend {
         let device = self.stream.device();
         self.workspace = Workspace::new(device, config, max_rows, options.max_batch_size, padded)?;
         self.attention
-            .use_one_form(&self.stream, compiler, config, options)?;
+            .make_invariant(&self.stream, compiler, config, options)?;
         self.layer_kernel = None;
         self.wide_products = None;
         self.invariant = true;

@@ -159,7 +159,7 @@ impl Backend for CudaBackend {
         let continued = self.continued;
         self.attention.prepare(&self.stream, plan, continued)?;
         self.staging.end(&self.stream)?;
-        if continued > 0 && !self.attention.in_one_form() {
+        if continued > 0 {
             let decoding = tokens - continued..tokens;
             let slots = self.packed.slots.slice(decoding.clone())?;
             let positions = self.packed.positions.slice(decoding)?;
@@ -366,15 +366,15 @@ impl Backend for CudaBackend {
             Rows::Packed {
                 tokens, continued, ..
             } => {
+                let (config, given) = (&self.config, tokens - continued);
                 let rows = [
-                    self.packed.slots.slice(..tokens)?,
-                    self.packed.positions.slice(..tokens)?,
+                    self.packed.slots.slice(..given)?,
+                    self.packed.positions.slice(..given)?,
                 ];
                 self.attention.packed(&self.stream, &operands, rows, layer == 0)?;
-                if continued == 0 || self.attention.in_one_form() {
+                if continued == 0 {
                     return Ok(());
                 }
-                let (config, given) = (&self.config, tokens - continued);
                 let decoding = Operands {
                     qkv: operands.qkv.slice(given * config.qkv_size()..)?,
                     out: operands.out.slice(given * config.q_size()..)?,
