@@ -140,22 +140,17 @@ fn sizes(
     page_sizes: &[usize],
     batches: std::ops::Range<usize>,
     longest: usize,
+    spare: std::ops::Range<usize>,
     chunks: std::ops::Range<usize>,
 ) -> impl Strategy<Value = Sizes> {
-    (
-        prop::sample::select(page_sizes.to_vec()),
-        batches,
-        0usize..64,
-        chunks,
+    (prop::sample::select(page_sizes.to_vec()), batches, spare, chunks).prop_map(
+        move |(page_size, max_batch_size, spare, max_prefill_tokens)| Sizes {
+            page_size,
+            max_batch_size,
+            n_pages: 1 + (longest + spare).div_ceil(page_size),
+            max_prefill_tokens,
+        },
     )
-        .prop_map(
-            move |(page_size, max_batch_size, spare, max_prefill_tokens)| Sizes {
-                page_size,
-                max_batch_size,
-                n_pages: 1 + (longest + spare).div_ceil(page_size),
-                max_prefill_tokens,
-            },
-        )
 }
 
 fn schedule(n_requests: usize) -> impl Strategy<Value = Schedule> {
@@ -271,7 +266,10 @@ fn two_hundred_random_schedules_give_the_same_bits() {
         .map(|size| (size, alone(DeviceChoice::Cpu, size, &requests)))
         .into();
     let mut runner = fixed();
-    let strategy = (sizes(&PAGE_SIZES, 1..9, 112, 1..90), schedule(requests.len()));
+    let strategy = (
+        sizes(&PAGE_SIZES, 1..9, 112, 0..64, 1..90),
+        schedule(requests.len()),
+    );
     let mut totals = [0; 3];
     for number in 0..200 {
         let (sizes, schedule) = strategy.new_tree(&mut runner).expect("a schedule").current();
@@ -303,7 +301,7 @@ fn two_hundred_random_schedules_give_the_same_bits_on_a_gpu() {
     // An engine serves many schedules: to make one takes longer than a schedule. Batches of all buckets up to 48.
     for round in 0..10 {
         let batches = if round % 2 == 0 { 1..12 } else { 12..49 };
-        let sizes = sizes(&GPU_PAGE_SIZES, batches, 1050, 12..150)
+        let sizes = sizes(&GPU_PAGE_SIZES, batches, 1050, 0..1500, 20..300)
             .new_tree(&mut runner)
             .expect("sizes")
             .current();
