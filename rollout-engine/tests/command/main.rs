@@ -10,6 +10,7 @@ mod files;
 mod generate;
 mod interruption;
 mod plot;
+mod quantize;
 mod sampling;
 mod telemetry;
 #[cfg(feature = "cuda")]

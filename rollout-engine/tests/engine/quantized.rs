@@ -1,6 +1,4 @@
-//! Models in 4 bits through the engine and the command.
-
-use std::process::{Command, Output};
+//! Models in 4 bits through the engine.
 
 use qwen3_model::MergeMode;
 use rollout_engine::{DeviceChoice, Engine, EngineBuilder, Request};
@@ -77,67 +75,4 @@ fn a_dequantised_model_takes_merges() {
     let policy = built.policy.unwrap();
     assert_eq!(policy.mode, MergeMode::Merged);
     assert!(policy.merged_bytes > 0 && policy.differs_from_base);
-}
-
-fn rollout(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_rollout"))
-        .args(args)
-        .output()
-        .expect("the command runs")
-}
-
-#[test]
-fn the_command_quantises_and_generates() {
-    let dir = tempfile::tempdir().unwrap();
-    let to = dir.path().join("nf4");
-    let to = to.to_str().unwrap();
-    let elsewhere = dir.path().join("elsewhere/below");
-    let elsewhere = elsewhere.to_str().unwrap();
-    let text = |output: &Output| String::from_utf8_lossy(&output.stdout).into_owned();
-    let output = rollout(&["quantize", "--output", to, "--skip-module", "layers.3.mlp"]);
-    assert!(output.status.success(), "{output:?}");
-    assert!(
-        text(&output).contains("25 modules in nf4, 3 in bf16"),
-        "{output:?}"
-    );
-    let adapter = fixtures().join("adapters/mult-r32");
-    let generate = [
-        "generate",
-        "--device",
-        "cpu",
-        "--model",
-        to,
-        "--max-new-tokens",
-        "3",
-    ];
-    for extra in [
-        &[][..],
-        &["--adapter", adapter.to_str().unwrap()],
-        &["--adapter", adapter.to_str().unwrap(), "--dequantize"],
-    ] {
-        let output = rollout(&[&generate[..], extra].concat());
-        assert!(output.status.success() && !output.stdout.is_empty(), "{output:?}");
-    }
-    let inspect = rollout(&["inspect", "--model", to]);
-    assert!(
-        text(&inspect).contains("25 of 28 modules in 4 bits"),
-        "{inspect:?}"
-    );
-    for (args, words) in [
-        (vec!["quantize", "--output", to], ["--output", "holds files"]),
-        (
-            vec!["quantize", "--output", elsewhere, "--skip-module", "proj"],
-            ["--skip-module", "proj"],
-        ),
-        (
-            vec!["quantize", "--output", elsewhere, "--model", to],
-            ["--model", "already"],
-        ),
-    ] {
-        let output = rollout(&args);
-        let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{error}");
-        assert!(words.iter().all(|word| error.contains(word)), "{error}");
-        assert_eq!(error.trim().lines().count(), 1, "{error}");
-    }
 }
