@@ -5,7 +5,7 @@ use std::ops::{BitAnd, BitOr, Not};
 use crate::error::{Error, Result};
 use crate::expr::eval::{self, Cell};
 use crate::expr::ranges::{self, KeyRange};
-use crate::expr::{Axis, Bool, Domain, Int, IntBuffer, MAX_DEPTH, MAX_NODES, b, bounds, h, kv, q};
+use crate::expr::{Axis, Bool, Domain, Int, IntBuffer, b, bounds, check_size, h, kv, q};
 
 /// A mask function `(b, h, q, kv) -> bool`; true means "may attend".
 ///
@@ -28,35 +28,18 @@ impl MaskMod {
     ///
     /// # Errors
     /// [`Error::ScoreInMask`] if it reads the score; [`Error::TooDeep`] or [`Error::TooLarge`] beyond
-    /// [`MAX_DEPTH`] levels or [`MAX_NODES`] nodes.
+    /// [`MAX_DEPTH`](crate::expr::MAX_DEPTH) levels or [`MAX_NODES`](crate::expr::MAX_NODES) nodes.
     pub fn new(expr: Bool) -> Result<MaskMod> {
         if expr.deps().on_score() {
             return Err(Error::ScoreInMask);
         }
         let mask = MaskMod { expr };
-        mask.check_size()?;
+        check_size(mask.expr.depth(), mask.expr.size())?;
         Ok(mask)
     }
 
     fn of(expr: Bool) -> MaskMod {
         MaskMod { expr }
-    }
-
-    fn check_size(&self) -> Result<()> {
-        if self.expr.depth() > MAX_DEPTH {
-            return Err(Error::TooDeep {
-                depth: self.expr.depth(),
-                max: MAX_DEPTH,
-            });
-        }
-        if self.expr.size() > MAX_NODES {
-            return Err(Error::TooLarge {
-                what: "the size of the expression",
-                value: self.expr.size(),
-                max: MAX_NODES,
-            });
-        }
-        Ok(())
     }
 
     /// Every key.
@@ -172,7 +155,7 @@ impl MaskMod {
     /// [`Error::IndexOutOfBounds`] naming the buffer and the reach of the index; [`Error::TooDeep`],
     /// [`Error::TooLarge`] for expressions or positions beyond the limits.
     pub fn check(&self, domain: &Domain) -> Result<()> {
-        self.check_size()?;
+        check_size(self.expr.depth(), self.expr.size())?;
         bounds::check_bool(&self.expr, domain)
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::expr::eval;
-use crate::expr::{Axis, Domain, Float, FloatBuffer, MAX_DEPTH, MAX_NODES, bounds, h, kv, q, score};
+use crate::expr::{Axis, Domain, Float, FloatBuffer, bounds, check_size, h, kv, q, score};
 use crate::mask_mod::cell;
 
 /// A score function `(score, b, h, q, kv) -> score`, applied to `scale · q·k` in natural units.
@@ -22,28 +22,11 @@ impl ScoreMod {
     /// A function written from expression nodes; [`score()`] is the incoming score. A result of −∞ masks the cell.
     ///
     /// # Errors
-    /// [`Error::TooDeep`], [`Error::TooLarge`] beyond [`MAX_DEPTH`] levels or [`MAX_NODES`] nodes.
+    /// [`Error::TooDeep`], [`Error::TooLarge`] beyond [`MAX_DEPTH`](crate::expr::MAX_DEPTH) levels or [`MAX_NODES`](crate::expr::MAX_NODES) nodes.
     pub fn new(expr: Float) -> Result<ScoreMod> {
         let function = ScoreMod { expr };
-        function.check_size()?;
+        check_size(function.expr.depth(), function.expr.size())?;
         Ok(function)
-    }
-
-    fn check_size(&self) -> Result<()> {
-        if self.expr.depth() > MAX_DEPTH {
-            return Err(Error::TooDeep {
-                depth: self.expr.depth(),
-                max: MAX_DEPTH,
-            });
-        }
-        if self.expr.size() > MAX_NODES {
-            return Err(Error::TooLarge {
-                what: "the size of the expression",
-                value: self.expr.size(),
-                max: MAX_NODES,
-            });
-        }
-        Ok(())
     }
 
     /// The score as it is.
@@ -136,7 +119,7 @@ impl ScoreMod {
     /// # Errors
     /// As [`MaskMod::check`](crate::MaskMod::check).
     pub fn check(&self, domain: &Domain) -> Result<()> {
-        self.check_size()?;
+        check_size(self.expr.depth(), self.expr.size())?;
         bounds::check_float(&self.expr, domain)
     }
 }

@@ -24,6 +24,8 @@ pub(crate) mod ranges;
 #[cfg(test)]
 mod tests;
 
+use crate::error::{Error, Result};
+
 pub use bounds::Domain;
 pub use node::{Axis, Bool, Float, FloatBuffer, Int, IntBuffer, b, h, kv, q, score};
 pub(crate) use node::{BoolNode, Compare, FloatFn, FloatNode, FloatOp, IntNode, IntOp};
@@ -33,3 +35,21 @@ pub const MAX_DEPTH: usize = 256;
 
 /// Most nodes of an expression, a shared sub-expression counted at each use.
 pub const MAX_NODES: usize = 1 << 16;
+
+/// Refuses expressions that are too deep or too large.
+pub(crate) fn check_size(depth: usize, size: usize) -> Result<()> {
+    if depth > MAX_DEPTH {
+        return Err(Error::TooDeep {
+            depth,
+            max: MAX_DEPTH,
+        });
+    }
+    if size > MAX_NODES {
+        return Err(Error::TooLarge {
+            what: "the size of the expression",
+            value: size,
+            max: MAX_NODES,
+        });
+    }
+    Ok(())
+}
