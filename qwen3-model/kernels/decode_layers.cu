@@ -10,7 +10,7 @@
 //
 // Who does what. There is one block per multiprocessor, and each owns an equal share of the rows of
 // every matrix, so no sum crosses blocks. Eight warps multiply. Each has a ring of its own in shared
-// memory, which its first lane keeps full with boxes of up to 48 rows by 64 columns; no warp
+// memory, which a lane of another warp keeps full with boxes of up to 48 rows by 64 columns; no warp
 // waits for another before the sums of a stage meet. A ninth warp brings the activations, in chunks of
 // 64 columns, through a ring that all share, once every block has finished the stage before. Between QKV and O
 // the eight warps compute attention: see decode_attention.cuh.
@@ -32,7 +32,13 @@
 // Blocks wait for each other by counters, one a stage, that only ever grow: a launch adds one per block to each. Its number,
 // counted in `epoch`, says what to wait for, so that nobody need set them back.
 //
-// Code size matters: instructions are fetched cold. One loop serves all stages.
+// Memory is kept busy, not flooded. A multiprocessor needs some 40 KB on their way to stream at the full rate; more queue up,
+// and whatever else crosses the chip waits behind them. Worst off is the fence that makes a stage's results visible: it waits
+// until all copies of its multiprocessor have arrived. So once a warp is done with a stage its ring asks for nothing until the
+// stage's results are out, and for little until the next activations have come.
+//
+// Code size matters: instructions are fetched cold. One loop serves all stages. No __trap() here: it keeps the compiler to the
+// registers that a thread has at launch.
 
 #include "hopper.cuh"
 
@@ -40,15 +46,18 @@
 #define COLUMNS 8 // rows of the batch, rounded up: 8 or 16
 #endif
 #define WARPS 8 // that multiply
+#define ISSUERS 3 // warps that ask for weights, a lane for each ring: every lane in a warp makes the others' turns longer
+#define BLOCK_WARPS (WARPS + 1 + ISSUERS)
 #define ROW_TILES 3
 #define MAX_BOX_ROWS (ROW_TILES * 16)
+// Of each warp. 24,064 hold four boxes of QKV of Qwen3-4B on 132 multiprocessors, five of gate+up or nine of O and down.
 #ifndef RING_BYTES
-#define RING_BYTES (COLUMNS == 8 ? 19072 : 21504) // of each warp, a multiple of 128
+#define RING_BYTES (COLUMNS == 8 ? 24064 : 21376)
 #endif
-#define MAX_BOXES 8 // in a ring, a power of two
-#ifndef CAP_BYTES
-#define CAP_BYTES 9600 // of a ring on their way at once
-#endif
+#define MAX_BOXES 12 // in a ring, at most 16
+// Bytes of a ring on their way at once: while its warp multiplies, and while it waits for activations.
+#define STREAM_BYTES (COLUMNS == 8 ? 9600 : 12100)
+#define WAIT_BYTES 6200
 // Activations come in groups of X_GROUP chunks, 8 KiB together: their latency, not their bytes, is what counts.
 #define X_GROUP (64 / COLUMNS)
 #define X_BYTES (COLUMNS * 128)
@@ -56,7 +65,7 @@
 // The ring holds a multiple of 8 chunks, the most that lie between two of a warp's own boxes. So the chunk before in the
 // same place was the warp's own too, and waiting for a parity cannot mistake one round for the next but one.
 #ifndef X_SLOTS
-#define X_SLOTS (COLUMNS == 8 ? 8 : 4)
+#define X_SLOTS (COLUMNS == 8 ? 3 : 4)
 #endif
 #define X_CHUNKS (X_SLOTS * X_GROUP)
 #define SUM_STRIDE (MAX_BOX_ROWS + 4) // no two lanes of a store meet a bank
@@ -66,15 +75,18 @@
 #define AT_ONCE 3 // results per lane, row and turn of the epilogue
 #define MAX_BLOCKS 160 // multiprocessors
 
-#define RINGS (X_SLOTS * X_SLOT_BYTES)
-#define SUMS (RINGS + WARPS * RING_BYTES)
-#define BARRIERS (SUMS + WARPS * COLUMNS * SUM_STRIDE * 4)
+#define SUMS (X_SLOTS * X_SLOT_BYTES)
+#define RINGS (SUMS + WARPS * COLUMNS * SUM_STRIDE * 4)
+#define BARRIERS (RINGS + WARPS * RING_BYTES)
 #define W_FULL (2 * X_SLOTS)
-#define TAKEN (BARRIERS + (W_FULL + WARPS * MAX_BOXES) * 8)
-#define SHARED_BYTES (TAKEN + WARPS * 4)
-static_assert(WARPS * 8 * HEAD_DIM * 4 <= RINGS, "attention's sums lie where the activations come in");
+#define W_EMPTY (W_FULL + WARPS * MAX_BOXES)
+#define STAGE_OUT (W_EMPTY + WARPS * MAX_BOXES)
+#define SHARED_BYTES (BARRIERS + (STAGE_OUT + 1) * 8)
+static_assert(SHARED_BYTES <= 232448, "shared memory of a multiprocessor");
+static_assert(RINGS % 128 == 0 && RING_BYTES % 128 == 0 && RING_BYTES / 128 < 256, "boxes lie at multiples of 128 bytes, counted in a byte");
 
 #include "decode_attention.cuh"
+static_assert(WARPS * 8 * HEAD_DIM * 4 + ATTENTION_SMALL_BYTES <= RINGS, "attention's sums lie where activations and sums of products do");
 
 // Stages of a layer, and the head.
 #define QKV 0
@@ -174,31 +186,63 @@ struct Boxes {
 // A warp's ring: boxes of any size one after the other, in the order in which they are multiplied. A box that does not fit
 // before the end lies at the start.
 __device__ __forceinline__ u32 ring_place(u32 after, u32 bytes) { return after + bytes > RING_BYTES ? 0 : after; }
-// What its warp has taken out so far: boxes, and where the last one ended.
-__device__ __forceinline__ u32 ring_word(u32 taken, u32 tail) { return taken << 16 | tail >> 7; }
+// A ring's barriers: a box has come, its warp has taken it.
+__device__ __forceinline__ u32 full_barrier(u32 base, u32 ring, u32 box) { return base + BARRIERS + (W_FULL + ring * MAX_BOXES + box % MAX_BOXES) * 8; }
+__device__ __forceinline__ u32 empty_barrier(u32 base, u32 ring, u32 box) { return base + BARRIERS + (W_EMPTY + ring * MAX_BOXES + box % MAX_BOXES) * 8; }
 
-// Keeps the rings full, one lane for each. No more than CAP_BYTES a ring are on their way at once: more would not come
-// faster, and everything else that crosses the chip would queue behind them.
-__device__ __forceinline__ void bring_weights(const DecodeLayersParams& p, u32 lane, u32 at, u32 full, u32 word) {
+// How many boxes of a matrix a warp multiplies.
+__device__ __forceinline__ u32 boxes_of(const Shape& s, u32 warp) {
+    const u32 ways = WARPS / s.groups, way = warp / s.groups;
+    return (s.chunks > way ? (s.chunks - way + ways - 1) / ways : 0) * s.passes;
+}
+
+// Keeps a warp's ring full, by one lane.
+__device__ __forceinline__ void bring_weights(const DecodeLayersParams& p, u32 base, u32 ring) {
     Boxes next;
     next.stage = 0;
-    next.enter(p, lane);
-    u32 head = 0, issued = 0, arrived = 0;
+    next.enter(p, ring);
+    const u32 at = base + RINGS + ring * RING_BYTES;
+    u32 head = 0, tail = 0, issued = 0, arrived = 0, taken = 0; // bytes, boxes
+    u64 ends[2] = {0, 0}; // where the boxes inside end, in 128 bytes, a byte each
+    // The pace: how many boxes each kind of stage has, a byte each; how many the warp has still to take of the stage at which it
+    // is; how many stages' results are out; what may be on its way; whether results are on their way out.
+    u32 counts = 0, left, stages_out = 0, most = STREAM_BYTES;
+    bool quiet = false, paced = true;
+    for (u32 kind = 0; kind < HEAD; ++kind) {
+        const u32 boxes = boxes_of(p.shapes[kind], ring);
+        paced = paced && boxes > 0 && boxes < 256;
+        counts |= (boxes & 0xff) << kind * 8;
+    }
+    left = paced ? counts & 0xff : 0xffffffffu;
 #pragma unroll 1
     while (!next.done(p.n_stages)) {
-        if (arrived != issued && barrier_reached(full + arrived % MAX_BOXES * 8, arrived / MAX_BOXES & 1)) ++arrived;
-        const u32 seen = load_shared_acquire(word), tail = (seen & 0xffff) << 7, inside = (issued - (seen >> 16)) & 0xffff;
-        const u32 bytes = next.bytes, on_the_way = issued - arrived;
-        bool go = on_the_way == 0 || (on_the_way + 1) * bytes <= CAP_BYTES;
+        if (arrived != issued && barrier_reached(full_barrier(base, ring, arrived), arrived / MAX_BOXES & 1)) ++arrived;
+        if (quiet && barrier_reached(base + BARRIERS + STAGE_OUT * 8, stages_out & 1)) quiet = false, ++stages_out, most = WAIT_BYTES;
+        if (taken != issued && barrier_reached(empty_barrier(base, ring, taken), taken / MAX_BOXES & 1)) {
+            tail = (u32)((taken % MAX_BOXES & 8 ? ends[1] : ends[0]) >> (taken % MAX_BOXES & 7) * 8 & 0xff) << 7;
+            ++taken;
+            // A box of the stage after: the results are out, and the barrier may have been passed once more since.
+            if (quiet) quiet = false, ++stages_out;
+            most = STREAM_BYTES;
+            if (--left == 0) {
+                quiet = true;
+                left = stages_out + 1 < 4 * p.n_layers ? counts >> (stages_out + 1 & 3) * 8 & 0xff : 0xffffffffu;
+            }
+        }
+        const u32 bytes = next.bytes, on_the_way = issued - arrived, inside = issued - taken;
+        bool go = !quiet && (on_the_way == 0 || (on_the_way + 1) * bytes <= most);
         if (inside > 0)
             go = go && inside < MAX_BOXES && (head > tail ? head + bytes <= RING_BYTES || bytes <= tail : head + bytes <= tail);
         if (go) {
-            const u32 to = ring_place(head, bytes), barrier = full + issued % MAX_BOXES * 8;
+            const u32 to = ring_place(head, bytes), barrier = full_barrier(base, ring, issued), byte = (issued % MAX_BOXES & 7) * 8;
             barrier_expect(barrier, bytes);
             copy_box3_once(at + to, next.map, 0, next.row, next.box, barrier);
             head = to + bytes;
+            const u64 place = 0xffull << byte, end = (u64)(head >> 7) << byte;
+            if (issued % MAX_BOXES & 8) ends[1] = (ends[1] & ~place) | end;
+            else ends[0] = (ends[0] & ~place) | end;
             ++issued;
-            next.advance(p, lane);
+            next.advance(p, ring);
         }
     }
 }
@@ -226,22 +270,23 @@ __device__ __forceinline__ void load_w(u32 w, int step, u32 lane, u32 row_tiles,
     }
 }
 
-extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
+extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
     decode_layers(const __grid_constant__ DecodeLayersParams p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_address(shared);
     const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const u32 x_full = base + BARRIERS, x_empty = x_full + X_SLOTS * 8;
     const u32 ring = base + RINGS + warp * RING_BYTES;
-    const u32 full = base + BARRIERS + (W_FULL + warp * MAX_BOXES) * 8;
     float* sums = reinterpret_cast<float*>(shared + SUMS);
     pdl_release();
 
-
     if (warp == WARPS + 1 && lane < WARPS) {
         fetch_map(p.layers[0].w_maps[0]);
-        for (u32 i = 0; i < MAX_BOXES; ++i) barrier_init(base + BARRIERS + (W_FULL + lane * MAX_BOXES + i) * 8, 1);
-        *reinterpret_cast<u32*>(shared + TAKEN + lane * 4) = 0;
+        for (u32 i = 0; i < MAX_BOXES; ++i) {
+            barrier_init(full_barrier(base, lane, i), 1);
+            barrier_init(empty_barrier(base, lane, i), 1);
+        }
+        if (lane == 0) barrier_init(base + BARRIERS + STAGE_OUT * 8, 1);
         barrier_init_done();
     } else if (warp == WARPS && lane == 0) {
         for (u32 i = 0; i < 4; ++i) fetch_map(p.x_maps[i]);
@@ -253,11 +298,10 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
     }
     __syncthreads();
 
-    if (warp >= WARPS) { // activations
+    if (warp >= WARPS) { // weights and activations
         asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-        if (warp == WARPS + 1 && lane < WARPS)
-            bring_weights(p, lane, base + RINGS + lane * RING_BYTES, base + BARRIERS + (W_FULL + lane * MAX_BOXES) * 8,
-                          base + TAKEN + lane * 4);
+        const u32 of_ring = lane * ISSUERS + (warp - WARPS - 1);
+        if (warp > WARPS && of_ring < WARPS) bring_weights(p, base, of_ring);
         if (warp > WARPS) return;
         pdl_wait();
         const u32 target = (*p.epoch + 1) * gridDim.x;
@@ -269,7 +313,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
             if (lane == 0) {
                 if (stage > 0) {
                     wait_for(kind == O ? counter_of(p, stage) - 1 : counter_of(p, stage - 1), target);
-                    fence_copy_engine(); // what other blocks stored is read by the copy engine
+                    // What other blocks stored is read by the copy engine, and it writes where attention's sums lay.
+                    fence_copy_engine();
+                    if (kind == O) fence_copy_engine_shared();
                 }
                 const char* map = p.x_maps[kind & 3];
                 for (u32 pass = 0; pass < s.passes; ++pass)
@@ -293,7 +339,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
     const u32 n_stages = p.n_stages;
     pdl_wait();
     const u32 target = (*p.epoch + 1) * gridDim.x;
-    const AttentionShared at_attention = attention_shared(shared, shared + SUMS);
+    const AttentionShared at_attention = attention_shared(shared, shared + WARPS * 8 * HEAD_DIM * 4);
     const AttentionWork work = attention_work(p.attention, p.rows, warp, lane);
     // The block's columns of the residual stream stay here as far as lanes go; the rest, and the end, is in memory.
     float residual_of[ROWS_OF_WARP];
@@ -328,22 +374,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
         const u32 box_inverse = 0xffffffffu / s.box_rows + 1; // its high product is the quotient of small numbers
         const u32 first = share(units, blockIdx.x), count = share(units, blockIdx.x + 1) - first;
 
-        // What the epilogue needs besides the product, asked for now so that it is there by then. The first chunk of
-        // activations has come only after the stage before was complete everywhere.
-        barrier_wait(x_full + x_before / X_GROUP % X_SLOTS * 8, x_before / X_CHUNKS & 1);
         float squares_of[ROWS_OF_WARP][MAX_BLOCKS / 32], norm_of = 0.f;
-#pragma unroll
-        for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
-            const u32 row = j * WARPS + warp;
-#pragma unroll
-            for (u32 i = 0; i < MAX_BLOCKS / 32; ++i) {
-                squares_of[j][i] = 0.f;
-                const u32 block = i * 32 + lane;
-                if (squares_in && row < p.rows && block < gridDim.x) squares_of[j][i] = load_fresh(squares_in + row * gridDim.x + block);
-            }
-        }
-        if (to_residual && lane < count) norm_of = norm[first + lane];
-
 #pragma unroll 1
         for (u32 pass = 0; pass < s.passes; ++pass) {
             float acc[ROW_TILES][COLUMNS / 8][4];
@@ -354,10 +385,29 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) acc[r][n][e] = 0.f;
 
+            u32 box = way;
+            if (pass == 0) {
+                // What the epilogue needs besides the product, asked for now so that it is there by then. The first chunk of
+                // activations has come only after the stage before was complete everywhere. It must be the warp's own: the place
+                // of another's could be filled twice before this warp looks.
+                const u32 first_chunk = x_before + min(way, chunks - 1);
+                barrier_wait(x_full + first_chunk / X_GROUP % X_SLOTS * 8, first_chunk / X_CHUNKS & 1);
+#pragma unroll
+                for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
+                    const u32 row = j * WARPS + warp;
+#pragma unroll
+                    for (u32 i = 0; i < MAX_BLOCKS / 32; ++i) {
+                        squares_of[j][i] = 0.f;
+                        const u32 block = i * 32 + lane;
+                        if (squares_in && row < p.rows && block < gridDim.x) squares_of[j][i] = load_fresh(squares_in + row * gridDim.x + block);
+                    }
+                }
+                if (to_residual && lane < count) norm_of = norm[first + lane];
+            }
 #pragma unroll 1
-            for (u32 box = way; box < chunks; box += ways) {
+            for (; box < chunks; box += ways) {
                 const u32 place = ring_place(tail, box_bytes);
-                barrier_wait(full + taken % MAX_BOXES * 8, taken / MAX_BOXES & 1);
+                barrier_wait(full_barrier(base, warp, taken), taken / MAX_BOXES & 1);
                 const u32 chunk = x_before + box, x_at = chunk / X_GROUP % X_SLOTS;
                 barrier_wait(x_full + x_at * 8, chunk / X_CHUNKS & 1);
                 const u32 x = base + x_at * X_SLOT_BYTES + chunk % X_GROUP * x_bytes, w = ring + place;
@@ -386,11 +436,11 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
                 }
                 __syncwarp();
                 tail = place + box_bytes;
-                ++taken;
                 if (lane == 0) {
-                    store_shared_release(base + TAKEN + warp * 4, ring_word(taken, tail));
+                    barrier_arrive_many(empty_barrier(base, warp, taken), 1);
                     barrier_arrive_many(x_empty + x_at * 8, ways);
                 }
+                ++taken;
             }
             x_before += (s.chunks + X_GROUP - 1) / X_GROUP * X_GROUP;
 
@@ -419,6 +469,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
                     factor[j] = 1.f / sqrtf(warp_sum(sum) / p.columns + p.eps);
                 }
             }
+            u16* const out = to_residual ? p.normed[kind == O] : kind == GATE_UP ? p.gated : p.qkv;
 #pragma unroll 1
             for (u32 i = lane; i < here; i += 32 * AT_ONCE) {
                 float value[AT_ONCE][ROWS_OF_WARP], up[AT_ONCE][ROWS_OF_WARP];
@@ -430,11 +481,23 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
 #pragma unroll
                     for (u32 j = 0; j < ROWS_OF_WARP; ++j) value[q][j] = up[q][j] = 0.f;
                 }
-                for (u32 k = 0; k < ways; ++k)
+#pragma unroll 1
+                for (u32 k = 0; k < ways; k += 4) {
+                    float part[4][AT_ONCE][ROWS_OF_WARP];
 #pragma unroll
-                    for (u32 q = 0; q < AT_ONCE; ++q)
+                    for (u32 w = 0; w < 4; ++w)
 #pragma unroll
-                        for (u32 j = 0; j < ROWS_OF_WARP; ++j) value[q][j] += from[q][k * way_stride + j * WARPS * SUM_STRIDE];
+                        for (u32 q = 0; q < AT_ONCE; ++q)
+#pragma unroll
+                            for (u32 j = 0; j < ROWS_OF_WARP; ++j)
+                                part[w][q][j] = k + w < ways ? from[q][(k + w) * way_stride + j * WARPS * SUM_STRIDE] : 0.f;
+#pragma unroll
+                    for (u32 w = 0; w < 4; ++w)
+#pragma unroll
+                        for (u32 q = 0; q < AT_ONCE; ++q)
+#pragma unroll
+                            for (u32 j = 0; j < ROWS_OF_WARP; ++j) value[q][j] += part[w][q][j];
+                }
                 if (kind == GATE_UP)
                     for (u32 k = 0; k < ways; ++k)
 #pragma unroll
@@ -457,12 +520,12 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
                             const float sum = v + (kept ? residual_of[j] : p.residual[at]);
                             if (kept) residual_of[j] = sum;
                             if (!kept || stage / 4 + 1 == p.n_layers) p.residual[at] = sum;
-                            p.normed[kind == O][at] = float_to_bf16(sum * (kept ? norm_of : norm[column]));
+                            out[at] = float_to_bf16(sum * (kept ? norm_of : norm[column]));
                             squares[j] += sum * sum;
                         } else if (kind == GATE_UP) {
-                            p.gated[at] = float_to_bf16(silu(v) * (up[q][j] * factor[j]));
+                            out[at] = float_to_bf16(silu(v) * (up[q][j] * factor[j]));
                         } else if (kind == QKV) {
-                            p.qkv[at] = float_to_bf16(v);
+                            out[at] = float_to_bf16(v);
                         } else {
                             p.logits[at] = v;
                         }
@@ -474,10 +537,16 @@ extern "C" __global__ void __launch_bounds__((WARPS + 4) * 32, 1)
                 for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
                     const u32 row = j * WARPS + warp;
                     const float sum = warp_sum(squares[j]);
-                    if (lane == 0 && row < p.rows) p.squares[kind == O][(u64)row * gridDim.x + blockIdx.x] = sum;
+                    if (lane == 0 && row < p.rows) {
+                        float* const to = p.squares[kind == O] + (u64)row * gridDim.x + blockIdx.x;
+                        *to = sum;
+                    }
                 }
             matrix_warps_sync();
         }
-        if (stage + 1 < n_stages && threadIdx.x == 0) signal(counter_of(p, stage));
+        if (threadIdx.x == 0) {
+            if (stage + 1 < n_stages) signal(counter_of(p, stage));
+            barrier_arrive_many(base + BARRIERS + STAGE_OUT * 8, 1);
+        }
     }
 }

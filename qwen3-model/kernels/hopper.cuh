@@ -37,14 +37,6 @@ __device__ __forceinline__ bool barrier_reached(u32 at, u32 parity) {
         "}\n" : "=r"(done) : "r"(at), "r"(parity) : "memory");
     return done != 0;
 }
-__device__ __forceinline__ void store_shared_release(u32 at, u32 value) {
-    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
-}
-__device__ __forceinline__ u32 load_shared_acquire(u32 at) {
-    u32 value;
-    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
-    return value;
-}
 __device__ __forceinline__ void fetch_map(const void* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -61,8 +53,10 @@ __device__ __forceinline__ void copy_box3_once(u32 to, const void* map, u32 x, u
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], "
         "[%5], %6;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy) : "memory");
 }
-// Orders accesses of the threads before it with those of the copy engine after it.
-__device__ __forceinline__ void fence_copy_engine() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Orders accesses of the threads before it, to global or to shared memory, with those of the copy engine after it. Without the
+// name of a memory it would be a fence of the whole device besides, which waits for all copies of the multiprocessor.
+__device__ __forceinline__ void fence_copy_engine() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+__device__ __forceinline__ void fence_copy_engine_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Makes what this thread wrote, or saw other threads of its block write before a barrier, visible to whoever sees the count.
 __device__ __forceinline__ void signal(u32* counter) {

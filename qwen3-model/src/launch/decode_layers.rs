@@ -33,25 +33,25 @@ const MAX_LAYERS: usize = 48;
 const MAX_SPLIT: usize = 2048;
 
 const WARPS: usize = 8;
-/// Eight warps multiply, one brings activations, three fill up its warpgroup.
+/// Eight warps multiply, one brings activations, three weights.
 const THREADS: u32 = 32 * (WARPS as u32 + 4);
 const MAX_BOX_ROWS: usize = 48;
 const CHUNK: usize = 64;
 /// Most boxes in a warp's ring.
-const MAX_BOXES: usize = 8;
+const MAX_BOXES: usize = 12;
 /// A number of launches, and a counter for each stage.
 const SYNC_WORDS: usize = 8 + 5 * MAX_LAYERS + 1;
 
 /// Bytes of a warp's ring of weights, and groups of activations in the block's.
 const fn depths(columns: usize) -> (usize, usize) {
-    if columns == 8 { (19_072, 8) } else { (21_504, 4) }
+    if columns == 8 { (24_064, 3) } else { (21_376, 4) }
 }
 
 /// As `SHARED_BYTES` in the kernel.
 fn shared_bytes(columns: usize) -> usize {
     let (ring, x_slots) = depths(columns);
     let sums = WARPS * columns * (MAX_BOX_ROWS + 4) * 4;
-    x_slots * 64 * 2 * CHUNK + WARPS * ring + sums + (2 * x_slots + WARPS * MAX_BOXES) * 8 + WARPS * 4
+    x_slots * 64 * 2 * CHUNK + WARPS * ring + sums + (2 * x_slots + 2 * WARPS * MAX_BOXES + 1) * 8
 }
 
 fn spec(columns: usize) -> KernelSpec {
