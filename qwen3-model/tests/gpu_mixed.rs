@@ -239,6 +239,11 @@ impl Rig {
     }
 }
 
+/// How often to do what a test does so many times: once, where few cases are wanted.
+fn repeats(times: usize) -> usize {
+    if cuda_graphs::few_cases() { 1 } else { times }
+}
+
 /// Every kind of row, one after the other.
 fn sampling(number: usize, prompt_len: usize) -> Sampling {
     let greedy = Sampling {
@@ -383,14 +388,14 @@ fn compare(rig: &mut Rig, all: &[Sequence], what: &str) {
 fn pieces_of_many_prompts_and_decode_rows_give_what_each_sequence_gives_alone() {
     let gpu = Gpu::open();
     let mut mixed = 0;
-    for (seed, page_size) in [(1, 16), (2, 64), (3, 256)] {
+    for (seed, page_size) in [(1, 16), (2, 64), (3, 256)].into_iter().take(repeats(3)) {
         let mut rig = Rig::tiny(&gpu, page_size, false);
         let mut random = rng(seed);
-        let mut all = sequences(&mut rig, &mut random, 20, 0);
+        let mut all = sequences(&mut rig, &mut random, 2 + repeats(18), 0);
         mixed += serve(&mut rig, &mut all, &mut random);
         compare(&mut rig, &all, &format!("pages of {page_size}"));
     }
-    assert!(mixed >= 5, "only {mixed} steps held everything");
+    assert!(mixed >= repeats(5), "only {mixed} steps held everything");
 }
 
 #[test]
@@ -399,7 +404,7 @@ fn the_same_with_weights_in_4_bits() {
     let gpu = Gpu::open();
     let mut rig = Rig::tiny(&gpu, 32, true);
     let mut random = rng(4);
-    let mut all = sequences(&mut rig, &mut random, 20, 0);
+    let mut all = sequences(&mut rig, &mut random, 2 + repeats(18), 0);
     serve(&mut rig, &mut all, &mut random);
     compare(&mut rig, &all, "nf4");
 }
@@ -408,13 +413,13 @@ fn the_same_with_weights_in_4_bits() {
 #[ignore = "needs an NVIDIA GPU"]
 fn the_same_with_a_policy_for_each_sequence() {
     let gpu = Gpu::open();
-    for quantized in [false, true] {
+    for quantized in [false, true].into_iter().take(repeats(2)) {
         let mut rig = Rig::tiny(&gpu, 32, quantized);
         let policies = ["mult-r32", "qv-r8", "rslora-r8"].map(active);
         let all: Vec<&[ActiveAdapter]> = policies.iter().map(Vec::as_slice).collect();
         rig.backend.serve_policies(&all).unwrap();
         let mut random = rng(5);
-        let mut all = sequences(&mut rig, &mut random, 20, 3);
+        let mut all = sequences(&mut rig, &mut random, 2 + repeats(18), 3);
         serve(&mut rig, &mut all, &mut random);
         compare(&mut rig, &all, &format!("three policies, 4 bits {quantized}"));
     }
