@@ -4,8 +4,9 @@
 //   mixed ─ O ─▶ residual += ─▶ post-attention norm ─ gate+up ─▶ silu·mul ─ down ─▶ residual += ─▶
 //   next layer's input norm ─ QKV ─▶ qkv
 //
-// or any one of these products alone. There is a block per multiprocessor with an equal share of the rows of every matrix; eight warps, each with a ring of boxes of weights that is kept full across the
-// stages and before the launch may read activations; a ninth warp that brings activations once they are there.
+// or any one of these products alone. There is a block per multiprocessor with an equal share of the rows of every
+// matrix; eight or sixteen warps, each with a ring of boxes of weights that is kept full across the stages and before the launch
+// may read activations; another warp that brings activations once they are there.
 //
 //   y[t, n] = sum over b of absmax[n, b] * sum over k in block b of value[nibble (n, k)] * x[t, k]
 //
@@ -18,18 +19,24 @@
 // map * absmax than with weights rounded to bf16, but are not those of weights rounded to bf16.
 //
 //   box     up to MAX_BOX_ROWS rows by 128 columns: packed [rows][64 bytes], then absmax [2][rows]
-//   tile    8 rows of a box: the columns of an mma; its 16 rows are tokens
+//   tile    8 rows of a box; two of them are the rows of an mma, whose columns are 8 tokens
 //   lane    (g, q) decodes 16 neighbours, columns 16 q … of each block, of row 4 g0 + 2 g2 + g1 of a tile, an order in which
-//           no two lanes meet in a bank; tokens g and g + 8 are read at the same columns, so the order within a block is free
+//           no two lanes meet in a bank; token g is read at the same columns, so the order within a block is free
 //
-// The order of every sum depends on the matrix's shape, the number of blocks and whether there are more than 16 rows.
+// The order of every sum depends on the matrix's shape, the number of blocks and whether there are more than 8, 16 or 32 rows.
 #include "hopper.cuh"
 #include "unmerged.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS 8 // rows of the batch, rounded up: 8, 16, 32 or 64
 #endif
-#define WARPS 8 // that multiply
+#ifndef MATRIX_WARPS
+#define MATRIX_WARPS 8
+#endif
+#ifndef LOW_RANK
+#define LOW_RANK 1 // whether a launch may have adapters beside the weights
+#endif
+#define WARPS MATRIX_WARPS // that multiply
 #ifndef MAX_TILES
 #define MAX_TILES (COLUMNS < 64 ? 5 : 3) // 5 or 3
 #endif
@@ -43,16 +50,16 @@
 #ifndef FILL
 #define FILL 2
 #endif
-#define TOKEN_TILES ((COLUMNS + 15) / 16)
+#define TOKEN_TILES (COLUMNS / 8)
 #define TOKENS (COLUMNS < 16 ? COLUMNS : 16) // whose sums meet at once
-// Activations come in slots of X_BOXES times 128 columns. The ring holds a multiple of 8 of these, the most that lie between two
-// of a warp's own boxes: so what was in the same place before was the warp's own too, and waiting for a parity cannot mistake
-// one round for the next but one.
+// Activations come in slots of X_BOXES times 128 columns. Where a row of a box of activations is padding it is left out, and there
+// are as many more boxes in a slot. The ring holds a multiple of the boxes that lie between two of a warp's own, at most as many as
+// there are warps along K: so what was in the same place before was the warp's own too, and waiting for a parity cannot mistake one
+// round for the next but one.
 #define X_BOXES (COLUMNS <= 16 ? 32 / COLUMNS : 1)
-#define X_BYTES (COLUMNS * 256)
-#define X_SLOT_BYTES (X_BOXES * X_BYTES)
+#define X_SLOT_BYTES (X_BOXES * COLUMNS * 256)
 #ifndef X_RING
-#define X_RING (COLUMNS == 8 ? 16 : COLUMNS == 64 ? 4 : 8) // in boxes
+#define X_RING (COLUMNS == 8 ? 32 : COLUMNS == 64 ? 4 : 8) // in boxes
 #endif
 #define X_SLOTS (X_RING / X_BOXES)
 #define SUM_STRIDE (MAX_BOX_ROWS + 4)
@@ -67,6 +74,7 @@
 #define BARRIERS (SUMS + WARPS * TOKENS * SUM_STRIDE * 4)
 #define W_FULL (2 * X_SLOTS)
 #define SHARED_BYTES (BARRIERS + (W_FULL + WARPS * DEPTH) * 8)
+#define THREADS ((WARPS + 1) * 32)
 
 #define TO_RESIDUAL 0 // O and down
 #define TO_GATED 1    // gate+up
@@ -76,7 +84,7 @@
 struct Stage {
     alignas(64) char w_map[128];     // u8 [N, K / 2], boxes {64, box_rows, 1}
     alignas(64) char scale_map[128]; // f32 [K / 64, N], boxes {box_rows, 2, 1}
-    alignas(64) char x_map[128];     // bf16 [rows, K] as {64, rows, K / 64}, boxes {64, COLUMNS, 2 X_BOXES}
+    alignas(64) char x_map[128];     // bf16 [rows, K] as {64, rows, K / 64}, boxes {64, X_SLOT_BYTES / 256 / x_boxes, 2 x_boxes}
     void* out;                // gated bf16, qkv bf16 or a product f32: [rows, units]; the residual f32
     const float* norm;        // TO_RESIDUAL: weight of the norm that follows, f32 [units]
     u16* normed;              // TO_RESIDUAL: bf16 [rows, units], residual · norm, not yet scaled
@@ -110,7 +118,8 @@ struct Nf4LayerParams {
     u32 rows;
     float eps;
     float scale; // of all sums
-    u32 unused[7];
+    u32 x_boxes; // of a slot, a power of two: X_BOXES, or more of fewer than 8 rows
+    u32 unused[6];
     u16 values[16]; // bf16, of the nibbles
     LowRank low_rank;
 };
@@ -129,6 +138,11 @@ __device__ __forceinline__ uint4 shared_load4(u32 at) {
 __device__ __forceinline__ uint2 shared_load2(u32 at) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ float shared_load1(u32 at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
     return v;
 }
 // The first product of a block's sum: nothing to add to.
@@ -190,58 +204,60 @@ struct Boxes {
 
 // What a warp needs to read its operands.
 struct Lane {
-    const unsigned char* table; // its copy of the pairs
-    u32 w, scale, x;            // offsets within a box: first block's 16 weights, scales, first token's columns
+    u32 base, table;  // the table, and the offset of its copy of the pairs
+    u32 row;          // of a tile
+    u32 w, scale;     // offsets within a box: first block's 16 weights of a row, the row's scale
+    u32 x, piece;     // the same of the activations: first token, and the number of its 16 bytes
 };
 
 // Two weights, from byte `i` of a word.
-__device__ __forceinline__ u32 pair_of(const unsigned char* table, u32 word, int i) {
-    const u32 at = (i == 0 ? word << 7 : word >> (8 * i - 7)) & 0x7f80;
-    return *reinterpret_cast<const u32*>(table + at);
+__device__ __forceinline__ u32 pair_of(const Lane& lane, u32 word, int i) {
+    const u32 at = ((i == 0 ? word << 7 : word >> (8 * i - 7)) & 0x7f80) | lane.table;
+    u32 pair;
+    asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(lane.base + at));
+    return pair;
 }
 
-// One box of `tiles` tiles.
+// One box of `tiles` tiles, two of which are the rows of a product.
 template <int N_TILES>
-__device__ __forceinline__ void multiply(float (&acc)[MAX_TILES][TOKEN_TILES][4], const Lane& lane, u32 x, u32 w) {
-#pragma unroll 1
+__device__ __forceinline__ void multiply(float (&acc)[MAX_TILES][TOKEN_TILES][2], const Lane& lane, u32 x, u32 x_bytes, u32 w) {
+    constexpr int PAIRS = (N_TILES + 1) / 2, AT_A_TIME = COLUMNS == 16 ? 2 : 1;
+#pragma unroll AT_A_TIME
     for (u32 block = 0; block < 2; ++block) {
         const u32 words_at = w + (lane.w ^ (block * 32)), scales_at = w + N_TILES * 512 + lane.scale + block * (N_TILES * 32);
-        u32 b[N_TILES][8];
+        u32 a[2 * PAIRS][8];
+        float scale[N_TILES];
 #pragma unroll
-        for (int r = 0; r < N_TILES; ++r) {
+        for (int r = 0; r < 2 * PAIRS; ++r) {
+            if (r == N_TILES) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) a[r][i] = 0;
+                continue;
+            }
             const uint2 words = shared_load2(words_at + r * 512);
+            scale[r] = shared_load1(scales_at + r * 32);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) b[r][i] = pair_of(lane.table, i < 4 ? words.x : words.y, i & 3);
+            for (int i = 0; i < 8; ++i) a[r][i] = pair_of(lane, i < 4 ? words.x : words.y, i & 3);
         }
 #pragma unroll
         for (int t = 0; t < TOKEN_TILES; ++t) {
-            u32 a[2][8] = {}; // of tokens g and g + 8
-#pragma unroll
-            for (int h = 0; h < (COLUMNS == 8 ? 1 : 2); ++h) {
-                const u32 at = x + block * (COLUMNS * 128) + (t * 16 + h * 8) * 128 + lane.x;
-                const uint4 first = shared_load4(at), second = shared_load4(at ^ 16);
-                a[h][0] = first.x, a[h][1] = first.y, a[h][2] = first.z, a[h][3] = first.w;
-                a[h][4] = second.x, a[h][5] = second.y, a[h][6] = second.z, a[h][7] = second.w;
-            }
+            // The place of 16 bytes is exchanged by the row's number in the ring; of more tokens than there are anything is read.
+            const u32 row = x + block * (x_bytes / 2) + t * 1024 + lane.x, at = row + ((lane.piece ^ (row >> 7 & 7)) << 4);
+            const uint4 first = shared_load4(at), second = shared_load4(at ^ 16);
+            const u32 b[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
             // One step of all tiles before the next: a product waits long for the one before it in the same sum.
-            float part[N_TILES][4];
+            float part[PAIRS][4];
 #pragma unroll
-            for (int r = 0; r < N_TILES; ++r) mma_first(part[r], a[0][0], a[1][0], a[0][1], a[1][1], b[r][0], b[r][1]);
+            for (int r = 0; r < PAIRS; ++r) mma_first(part[r], a[2 * r][0], a[2 * r + 1][0], a[2 * r][1], a[2 * r + 1][1], b[0], b[1]);
 #pragma unroll
             for (int s = 1; s < 4; ++s)
 #pragma unroll
-                for (int r = 0; r < N_TILES; ++r)
-                    mma_next(part[r], a[0][2 * s], a[1][2 * s], a[0][2 * s + 1], a[1][2 * s + 1], b[r][2 * s], b[r][2 * s + 1]);
+                for (int r = 0; r < PAIRS; ++r)
+                    mma_next(part[r], a[2 * r][2 * s], a[2 * r + 1][2 * s], a[2 * r][2 * s + 1], a[2 * r + 1][2 * s + 1], b[2 * s], b[2 * s + 1]);
 #pragma unroll
             for (int r = 0; r < N_TILES; ++r) {
-                const uint2 scales = shared_load2(scales_at + r * 32);
-                const float even = __uint_as_float(scales.x), odd = __uint_as_float(scales.y);
-                acc[r][t][0] = fmaf(part[r][0], even, acc[r][t][0]);
-                acc[r][t][1] = fmaf(part[r][1], odd, acc[r][t][1]);
-                if (COLUMNS > 8) {
-                    acc[r][t][2] = fmaf(part[r][2], even, acc[r][t][2]);
-                    acc[r][t][3] = fmaf(part[r][3], odd, acc[r][t][3]);
-                }
+                acc[r][t][0] = fmaf(part[r / 2][r % 2 * 2], scale[r], acc[r][t][0]);
+                acc[r][t][1] = fmaf(part[r / 2][r % 2 * 2 + 1], scale[r], acc[r][t][1]);
             }
         }
     }
@@ -253,48 +269,52 @@ __device__ __forceinline__ u32 rest_of(float low, float high, u32 rounded) {
 
 // Adds to the sums of a warp's box what the policies of the rows add; `row` is the box's first row of the matrix, `n` the
 // matrix's rows. Warps that share rows take policies in turn. h is taken as the sum of two bf16 numbers, which keeps 16 bits.
-__device__ __forceinline__ void add_low_rank(float (&acc)[MAX_TILES][TOKEN_TILES][4], const LowRank& low, u32 n_tiles, u32 row,
-                                             u32 n, u32 way, u32 ways, u32 lane, float inverse) {
-    const u32 g = lane >> 2, q = lane & 3, mine = (g & 1) | (g & 2) << 1 | (g & 4) >> 1;
+__device__ __forceinline__ void add_low_rank(float (&acc)[MAX_TILES][TOKEN_TILES][2], const LowRank& low, u32 n_tiles, u32 row,
+                                             u32 n, u32 way, u32 ways, u32 lane, u32 mine, float inverse) {
+    const u32 g = lane >> 2, q = lane & 3;
 #pragma unroll
     for (int t = 0; t < TOKEN_TILES; ++t) {
-        int policy[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) policy[h] = policy_of(low.u, t * 16 + h * 8 + g);
+        const u32 token = t * 8 + g;
+        const int policy = policy_of(low.u, token);
         for (u32 turn = way; turn < low.u.policies; turn += ways) {
-            if (!__any_sync(FULL_WARP, policy[0] == (int)turn || policy[1] == (int)turn)) continue;
+            if (!__any_sync(FULL_WARP, policy == (int)turn)) continue;
             u32 begin = 0;
             for (u32 part = 0; part < low.u.parts; begin = low.ends[part++]) {
-                if (low.ends[part] <= row || begin >= row + n_tiles * 8) continue;
+                const u32 end = low.ends[part];
+                if (end <= row || begin >= row + n_tiles * 8) continue;
                 const UnmergedEntry entry = low.u.entries[turn * low.u.parts + part];
                 for (u32 r = q * 8; r < entry.rank; r += 32) {
-                    u32 high[2][4], rest[2][4];
+                    float4 first = make_float4(0.f, 0.f, 0.f, 0.f), second = first;
+                    if (policy == (int)turn) {
+                        const float* from = low.h + ((u64)token * low.u.parts + part) * low.max_rank + r;
+                        first = *reinterpret_cast<const float4*>(from), second = *reinterpret_cast<const float4*>(from + 4);
+                    }
+                    const float v[8] = {first.x * inverse,  first.y * inverse,  first.z * inverse,  first.w * inverse,
+                                        second.x * inverse, second.y * inverse, second.z * inverse, second.w * inverse};
+                    u32 high[4], rest[4];
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        float4 a = make_float4(0.f, 0.f, 0.f, 0.f), b = a;
-                        if (policy[h] == (int)turn) {
-                            const u64 token = t * 16 + h * 8 + g;
-                            const float* from = low.h + (token * low.u.parts + part) * low.max_rank + r;
-                            a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
-                        }
-                        const float v[8] = {a.x * inverse, a.y * inverse, a.z * inverse, a.w * inverse,
-                                            b.x * inverse, b.y * inverse, b.z * inverse, b.w * inverse};
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            high[h][i] = pack_bf16(v[2 * i], v[2 * i + 1]);
-                            rest[h][i] = rest_of(v[2 * i], v[2 * i + 1], high[h][i]);
-                        }
+                    for (int i = 0; i < 4; ++i) {
+                        high[i] = pack_bf16(v[2 * i], v[2 * i + 1]);
+                        rest[i] = rest_of(v[2 * i], v[2 * i + 1], high[i]);
                     }
 #pragma unroll
-                    for (int i = 0; i < MAX_TILES; ++i) {
-                        const u32 at = row + i * 8 + mine;
-                        uint4 b = make_uint4(0, 0, 0, 0);
-                        if ((u32)i < n_tiles && at >= begin && at < low.ends[part] && at < n)
-                            b = *reinterpret_cast<const uint4*>(entry.b + (u64)(at - begin) * entry.rank + r);
-                        mma_next(acc[i][t], high[0][0], high[1][0], high[0][1], high[1][1], b.x, b.y);
-                        mma_next(acc[i][t], high[0][2], high[1][2], high[0][3], high[1][3], b.z, b.w);
-                        mma_next(acc[i][t], rest[0][0], rest[1][0], rest[0][1], rest[1][1], b.x, b.y);
-                        mma_next(acc[i][t], rest[0][2], rest[1][2], rest[0][3], rest[1][3], b.z, b.w);
+                    for (int i = 0; i < MAX_TILES; i += 2) {
+                        uint4 b[2];
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const u32 at = row + (i + h) * 8 + mine;
+                            b[h] = make_uint4(0, 0, 0, 0);
+                            if ((u32)(i + h) < n_tiles && at >= begin && at < end && at < n)
+                                b[h] = *reinterpret_cast<const uint4*>(entry.b + (u64)(at - begin) * entry.rank + r);
+                        }
+                        float sum[4] = {acc[i][t][0], acc[i][t][1], 0.f, 0.f};
+                        if (i + 1 < MAX_TILES) sum[2] = acc[i + 1][t][0], sum[3] = acc[i + 1][t][1];
+                        mma_next(sum, b[0].x, b[1].x, b[0].y, b[1].y, high[0], high[1]);
+                        mma_next(sum, b[0].z, b[1].z, b[0].w, b[1].w, high[2], high[3]);
+                        mma_next(sum, b[0].x, b[1].x, b[0].y, b[1].y, rest[0], rest[1]);
+                        mma_next(sum, b[0].z, b[1].z, b[0].w, b[1].w, rest[2], rest[3]);
+                        acc[i][t][0] = sum[0], acc[i][t][1] = sum[1];
+                        if (i + 1 < MAX_TILES) acc[i + 1][t][0] = sum[2], acc[i + 1][t][1] = sum[3];
                     }
                 }
             }
@@ -302,7 +322,7 @@ __device__ __forceinline__ void add_low_rank(float (&acc)[MAX_TILES][TOKEN_TILES
     }
 }
 
-extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     nf4_layer(const __grid_constant__ Nf4LayerParams p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_address(shared);
@@ -331,11 +351,11 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
             if (lane == 0) next.copy(ring + i * SLOT_BYTES, full + i * 8);
             next.advance(p, warp);
         }
-    } else if (lane == 0) {
+    } else if (warp == WARPS && lane == 0) {
         for (u32 i = 0; i < p.n_stages; ++i) fetch_map(p.stages[i].x_map);
         for (u32 i = 0; i < X_SLOTS; ++i) {
             barrier_init(x_full + i * 8, 1);
-            barrier_init(x_empty + i * 8, WARPS * X_BOXES);
+            barrier_init(x_empty + i * 8, WARPS * p.x_boxes);
         }
         barrier_init_done();
     }
@@ -355,12 +375,12 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
                 fence_copy_engine(); // what other blocks stored is read by the copy engine
             }
             for (u32 pass = 0; pass < s.passes; ++pass)
-                for (u32 box = 0; box < s.boxes; box += X_BOXES) {
+                for (u32 box = 0; box < s.boxes; box += p.x_boxes) {
                     barrier_wait(x_empty + at * 8, parity);
                     barrier_expect(x_full + at * 8, X_SLOT_BYTES);
                     copy_box3(base + X_RINGS + at * X_SLOT_BYTES, s.x_map, 0, 0, box * 2, x_full + at * 8);
                     // Nobody reads past the end.
-                    if (box + X_BOXES > s.boxes) barrier_arrive_many(x_empty + at * 8, WARPS * (box + X_BOXES - s.boxes));
+                    if (box + p.x_boxes > s.boxes) barrier_arrive_many(x_empty + at * 8, WARPS * (box + p.x_boxes - s.boxes));
                     if (++at == X_SLOTS) at = 0, parity ^= 1;
                 }
         }
@@ -370,14 +390,18 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     const u32 n_stages = p.n_stages;
     u32 slot = 0, parity = 0; // of the ring
     u32 x_before = 0;         // boxes of all passes before
+    const u32 x_boxes = COLUMNS == 8 ? p.x_boxes : X_BOXES, x_shift = 31 - __clz(x_boxes), x_bytes = X_SLOT_BYTES >> x_shift;
     Lane mine;
     {
         const u32 g = lane >> 2, q = lane & 3;
         const u32 row = (g & 1) | (g & 2) << 1 | (g & 4) >> 1;
-        mine.table = shared + lane * 4;
+        mine.base = base;
+        mine.table = lane * 4;
+        mine.row = row;
         mine.w = row * 64 + (((q >> 1) ^ (row >> 1 & 3)) << 4) + (q & 1) * 8;
-        mine.scale = ((q & 1) << 2 | (q & 2)) * 4;
-        mine.x = g * 128 + ((2 * q ^ g) << 4);
+        mine.scale = row * 4;
+        mine.x = g * 128;
+        mine.piece = 2 * q;
     }
 #pragma unroll 1
     for (u32 stage = 0; stage < n_stages; ++stage) {
@@ -391,7 +415,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 
         // What the epilogue needs besides the product, asked for now so that it is there by then. The first
         // activations have come only after the stage before was complete everywhere.
-        barrier_wait(x_full + x_before / X_BOXES % X_SLOTS * 8, x_before / X_RING & 1);
+        barrier_wait(x_full + (x_before >> x_shift) % X_SLOTS * 8, (x_before >> x_shift) / X_SLOTS & 1);
         if (stage == 0) pdl_wait();
 #if COLUMNS <= 16
 #define EARLY_ROWS ((COLUMNS + WARPS - 1) / WARPS)
@@ -414,29 +438,29 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 
 #pragma unroll 1
         for (u32 pass = 0; pass < s.passes; ++pass) {
-            float acc[MAX_TILES][TOKEN_TILES][4];
+            float acc[MAX_TILES][TOKEN_TILES][2];
 #pragma unroll
             for (int r = 0; r < MAX_TILES; ++r)
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; ++t)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) acc[r][t][e] = 0.f;
+                    for (int e = 0; e < 2; ++e) acc[r][t][e] = 0.f;
 
 #pragma unroll 1
             for (u32 box = way; box < boxes; box += ways) {
                 barrier_wait(full + slot * 8, parity);
-                const u32 x_box = x_before + box, x_at = x_box / X_BOXES % X_SLOTS;
-                barrier_wait(x_full + x_at * 8, x_box / X_RING & 1);
-                const u32 x = base + X_RINGS + x_box % X_RING * X_BYTES, w = ring + slot * SLOT_BYTES;
+                const u32 x_box = x_before + box, x_slot = x_box >> x_shift, x_at = x_slot % X_SLOTS;
+                barrier_wait(x_full + x_at * 8, x_slot / X_SLOTS & 1);
+                const u32 x = base + X_RINGS + x_at * X_SLOT_BYTES + (x_box & (x_boxes - 1)) * x_bytes, w = ring + slot * SLOT_BYTES;
                 switch (n_tiles) {
-                case 1: multiply<1>(acc, mine, x, w); break;
-                case 2: multiply<2>(acc, mine, x, w); break;
+                case 1: multiply<1>(acc, mine, x, x_bytes, w); break;
+                case 2: multiply<2>(acc, mine, x, x_bytes, w); break;
 #if MAX_TILES == 3
-                default: multiply<3>(acc, mine, x, w); break;
+                default: multiply<3>(acc, mine, x, x_bytes, w); break;
 #else
-                case 3: multiply<3>(acc, mine, x, w); break;
-                case 4: multiply<4>(acc, mine, x, w); break;
-                default: multiply<5>(acc, mine, x, w); break;
+                case 3: multiply<3>(acc, mine, x, x_bytes, w); break;
+                case 4: multiply<4>(acc, mine, x, x_bytes, w); break;
+                default: multiply<5>(acc, mine, x, x_bytes, w); break;
 #endif
                 }
                 __syncwarp();
@@ -447,26 +471,25 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
                 }
                 if (++slot == DEPTH) slot = 0, parity ^= 1;
             }
-            x_before += (boxes + X_BOXES - 1) / X_BOXES * X_BOXES;
+            x_before += (boxes + x_boxes - 1) >> x_shift << x_shift;
 
             const u32 pass_rows = half * s.box_rows, before = pass * pass_rows;
-            if (p.low_rank.u.policies > 0)
+            if (LOW_RANK && p.low_rank.u.policies > 0)
                 add_low_rank(acc, p.low_rank, n_tiles, first + before + warp % s.groups * s.box_rows, s.units, way, ways, lane,
-                             1.f / p.scale);
+                             mine.row, 1.f / p.scale);
             const u32 here = count > before ? min(count - before, pass_rows) : 0;
             // The warps' sums meet in shared memory, of 16 tokens at a time: [warp][token][row of the box].
 #pragma unroll 1
             for (u32 turn = 0; turn * 16 < p.rows; ++turn) {
                 if (turn > 0) matrix_warps_sync();
-                float* to = sums + warp * TOKENS * SUM_STRIDE + (lane >> 2) * SUM_STRIDE + ((lane & 1) << 2 | (lane & 2));
+                float* to = sums + warp * TOKENS * SUM_STRIDE + (lane & 3) * 2 * SUM_STRIDE + mine.row;
 #pragma unroll
                 for (int r = 0; r < MAX_TILES; ++r)
 #pragma unroll
                     for (int t = 0; t < TOKEN_TILES; ++t)
-                        if (t == turn) {
-                            *reinterpret_cast<float2*>(to + r * 8) = make_float2(acc[r][t][0], acc[r][t][1]);
-                            if (COLUMNS > 8)
-                                *reinterpret_cast<float2*>(to + 8 * SUM_STRIDE + r * 8) = make_float2(acc[r][t][2], acc[r][t][3]);
+                        if (t / 2 == turn) {
+                            to[(t & 1) * 8 * SUM_STRIDE + r * 8] = acc[r][t][0];
+                            to[((t & 1) * 8 + 1) * SUM_STRIDE + r * 8] = acc[r][t][1];
                         }
                 matrix_warps_sync();
 #pragma unroll 1
@@ -508,10 +531,12 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
                             from[q] = sums + (in_group * TOKENS + token) * SUM_STRIDE + (unit - in_group * s.box_rows);
                             value[q] = up[q] = 0.f;
                         }
+#pragma unroll 4
                         for (u32 k = 0; k < ways; ++k)
 #pragma unroll
                             for (u32 q = 0; q < AT_ONCE; ++q) value[q] += from[q][k * way_stride];
                         if (kind == TO_GATED)
+#pragma unroll 4
                             for (u32 k = 0; k < ways; ++k)
 #pragma unroll
                                 for (u32 q = 0; q < AT_ONCE; ++q) up[q] += from[q][k * way_stride + up_offset];

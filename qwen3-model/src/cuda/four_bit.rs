@@ -26,6 +26,9 @@ use crate::{FusedMatrix, Qwen3Config, Result};
 /// measured on an H200.
 const FUSED_ROWS: usize = 16;
 const _: () = assert!(FUSED_ROWS <= FOUR_BIT_ROWS);
+/// Most rows for which the persistent kernel is faster than products with a bf16 copy. Beside adapters, whose second product it
+/// takes along, it always is.
+const LAYER_ROWS: usize = 32;
 /// Bytes that the copy of a slab may take, so that it stays in a second-level cache of 50 MB: larger slabs make better products.
 const SLAB_BYTES: usize = 50 << 20;
 /// Rows of a slab are a multiple of this, the rows of a product's tiles.
@@ -212,7 +215,7 @@ impl CudaBackend {
         let m = self.n_rows();
         let (x, y) = self.operands(matrix)?;
         match &four_bit.layers {
-            Some(layers) if m <= FOUR_BIT_LAYER_ROWS => {
+            Some(layers) if m <= self.four_bit_rows() => {
                 let output = match y {
                     ProductOutput::Bf16(y) => StageOutput::Bf16(y),
                     ProductOutput::F32(y) => StageOutput::F32(y),
@@ -243,6 +246,14 @@ impl CudaBackend {
         Ok(true)
     }
 
+    /// Most rows of the persistent kernel.
+    fn four_bit_rows(&self) -> usize {
+        match self.unmerged {
+            Some(_) => FOUR_BIT_LAYER_ROWS,
+            None => LAYER_ROWS,
+        }
+    }
+
     /// The kernel and the number of rows, if the present rows go through the persistent kernel: few enough, and all weights
     /// in 4 bits with nothing beside them. The other operations of the layer walk are then part of it.
     fn four_bit_layers(&self) -> Option<(&Layers, usize)> {
@@ -251,7 +262,7 @@ impl CudaBackend {
         };
         let layers = self.four_bit.as_ref()?.layers.as_ref()?;
         let alone = self.unmerged.is_none() && !self.weights.has_biases();
-        (alone && layers.whole && rows <= FOUR_BIT_LAYER_ROWS).then_some((layers, rows))
+        (alone && layers.whole && rows <= self.four_bit_rows()).then_some((layers, rows))
     }
 
     /// Whether the present rows go through the persistent kernel.

@@ -14,23 +14,24 @@ use super::unmerged::{HEADER as UNMERGED, LowRankTerm, UnmergedParams};
 use super::{COMMON, FOUR_BIT_BLOCK, FourBitBuffer, MAX_BLOCKS, aligned, refuse, same, small};
 use crate::Result;
 
-/// Batch rows that the kernel is compiled for; fewer are padded.
-const COLUMNS: [usize; 4] = [8, 16, 32, 64];
 /// Most stages in one launch.
 pub const MAX_STAGES: usize = 4;
 /// Most batch rows.
-pub const FOUR_BIT_LAYER_ROWS: usize = COLUMNS[COLUMNS.len() - 1];
+pub const FOUR_BIT_LAYER_ROWS: usize = 64;
 
-const WARPS: usize = 8;
-const THREADS: u32 = 32 * (WARPS as u32 + 1);
 /// Columns of a box of weights.
 const BOX_COLUMNS: usize = 128;
 const TABLE_BYTES: usize = 256 * 128;
 
-/// What the kernel is compiled with for a number of batch rows.
+/// What the kernel is compiled with.
 #[derive(Debug, Clone, Copy)]
 struct Form {
+    /// Batch rows at most.
     columns: usize,
+    /// Whether a launch may have adapters beside the weights.
+    low_rank: bool,
+    /// That multiply: 8 or 16.
+    warps: usize,
     /// Of eight rows, in a box at most.
     tiles: usize,
     /// Boxes in a warp's ring.
@@ -39,25 +40,53 @@ struct Form {
     x_ring: usize,
 }
 
+/// In the order in which they are looked for: the first one with room for the rows, and for adapters where there are any. With
+/// twice the warps there are too few registers for adapters.
+const FORMS: [Form; 5] = [
+    Form::new(8, false, 16, 5, 2, 32),
+    Form::new(8, true, 8, 5, 4, 32),
+    Form::new(16, true, 8, 5, 5, 8),
+    Form::new(32, true, 8, 5, 4, 8),
+    Form::new(FOUR_BIT_LAYER_ROWS, true, 8, 3, 6, 4),
+];
+
 impl Form {
-    const fn of(columns: usize) -> Self {
-        let (tiles, depth, x_ring) = match columns {
-            8 => (5, 6, 16),
-            16 => (5, 5, 8),
-            32 => (5, 4, 8),
-            _ => (3, 6, 4),
-        };
+    const fn new(
+        columns: usize,
+        low_rank: bool,
+        warps: usize,
+        tiles: usize,
+        depth: usize,
+        x_ring: usize,
+    ) -> Self {
         Self {
             columns,
+            low_rank,
+            warps,
             tiles,
             depth,
             x_ring,
         }
     }
 
+    /// Of a block: one warp more brings activations.
+    const fn threads(self) -> u32 {
+        32 * (self.warps as u32 + 1)
+    }
+
     /// Boxes that activations come for at a time.
     const fn x_boxes(self) -> usize {
         if self.columns <= 16 { 32 / self.columns } else { 1 }
+    }
+
+    /// Rows of a box of activations, and how many of these come at a time, for so many batch rows: of few no padding is brought.
+    const fn boxes_of(self, rows: usize) -> (usize, usize) {
+        let x_rows = if self.columns == 8 {
+            rows.next_power_of_two()
+        } else {
+            self.columns
+        };
+        (x_rows, self.x_boxes() * (self.columns / x_rows))
     }
 
     const fn slot_bytes(self) -> usize {
@@ -67,43 +96,58 @@ impl Form {
     /// As `SHARED_BYTES` in the kernel.
     const fn shared_bytes(self) -> usize {
         let tokens = if self.columns < 16 { self.columns } else { 16 };
-        let sums = WARPS * tokens * (8 * self.tiles + 4) * 4;
-        let barriers = 2 * (self.x_ring / self.x_boxes()) + WARPS * self.depth;
+        let sums = self.warps * tokens * (8 * self.tiles + 4) * 4;
+        let barriers = 2 * (self.x_ring / self.x_boxes()) + self.warps * self.depth;
         TABLE_BYTES
             + self.x_ring * self.columns * 256
-            + WARPS * self.depth * self.slot_bytes()
+            + self.warps * self.depth * self.slot_bytes()
             + sums
             + barriers * 8
     }
 }
 
-fn spec(columns: usize) -> KernelSpec {
-    let form = Form::of(columns);
+fn spec(form: Form) -> KernelSpec {
+    let Form {
+        columns,
+        low_rank,
+        warps,
+        tiles,
+        depth,
+        x_ring,
+    } = form;
     let limits = Limits {
         // A few words of what a stage needs at its end, outside the loop.
-        spill_bytes: if columns > 16 { 256 } else { 0 },
-        stack_bytes: if columns > 16 { 64 } else { 0 },
+        spill_bytes: match (columns, warps) {
+            (8, 16) => 32,
+            (32, _) => 256,
+            (FOUR_BIT_LAYER_ROWS, _) => 700,
+            _ => 0,
+        },
+        stack_bytes: if columns > 16 || warps > 8 { 112 } else { 0 },
         ..Limits::registers(168)
     };
+    let beside = if low_rank { ", adapters" } else { "" };
     KernelSpec::new(
-        format!("nf4_layer<{columns}>"),
+        format!("nf4_layer<{columns}{beside}>"),
         include_str!("../../kernels/nf4_layer.cu"),
     )
     .headers([COMMON, HOPPER, UNMERGED])
     .define("COLUMNS", columns)
-    .define("MAX_TILES", form.tiles)
-    .define("DEPTH", form.depth)
-    .define("X_RING", form.x_ring)
+    .define("LOW_RANK", u32::from(low_rank))
+    .define("MATRIX_WARPS", warps)
+    .define("MAX_TILES", tiles)
+    .define("DEPTH", depth)
+    .define("X_RING", x_ring)
     // Later consumer devices have the copy engine too, but less than half of the shared memory.
     // On 10.0 the compiler spills in the loop: products of their own are used there.
     .archs(Archs::Only(vec![Arch::SM_90A]))
-    // One block of 288 threads per multiprocessor.
+    // One block per multiprocessor.
     .entry("nf4_layer", limits)
 }
 
 /// Every specialisation.
 pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
-    COLUMNS.into_iter().map(spec)
+    FORMS.into_iter().map(spec)
 }
 
 /// One product: `output = input · weightᵀ`.
@@ -178,7 +222,8 @@ struct LayerParams {
     rows: u32,
     eps: f32,
     scale: f32,
-    unused: [u32; 7],
+    x_boxes: u32,
+    unused: [u32; 6],
     values: [u16; 16],
     low_rank: LowRankParams,
     unused_too: [u32; 6],
@@ -187,7 +232,7 @@ struct LayerParams {
 /// How a block's share of a matrix is cut into boxes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Boxes {
-    /// Groups of rows that warps work on side by side: 1, 2, 4 or 8.
+    /// Groups of rows that warps work on side by side: a power of two.
     groups: usize,
     /// A multiple of 8.
     rows: usize,
@@ -207,14 +252,15 @@ impl Boxes {
         };
         // Accesses to shared memory: for the weights of a tile, and for activations, which all tiles of a box share.
         let time = |boxes: &Self| {
-            let turns = boxes.passes * along.div_ceil(WARPS / boxes.groups);
+            let turns = boxes.passes * along.div_ceil(form.warps / boxes.groups);
             turns * (boxes.rows / 8 * 11 + form.columns + 4)
         };
-        let ways_fit = |groups: &usize| WARPS / groups <= form.x_ring;
-        let groups = [1, 2, 4, WARPS].into_iter().filter(|&groups| groups >= halves);
+        let ways_fit = |groups: &usize| form.warps / groups <= form.x_ring;
+        let groups = [1, 2, 4, 8, 16].into_iter();
+        let groups = groups.filter(|&groups| (halves..=form.warps).contains(&groups));
         let cuts = groups.filter(ways_fit).map(cut);
-        // With eight groups there is always room.
-        cuts.min_by_key(time).unwrap_or_else(|| cut(WARPS))
+        // With as many groups as warps there is always room.
+        cuts.min_by_key(time).unwrap_or_else(|| cut(form.warps))
     }
 }
 
@@ -246,7 +292,8 @@ pub(super) fn rounded_map(map: &[f32; 16]) -> ([bf16; 16], f32) {
 /// The kernel, loaded on one device.
 #[derive(Debug, Clone)]
 pub struct FourBitLayer {
-    kernels: [Kernel; COLUMNS.len()],
+    /// In the order of [`FORMS`].
+    kernels: Vec<Kernel>,
     blocks: usize,
 }
 
@@ -260,21 +307,16 @@ impl FourBitLayer {
     pub fn load(compiler: &Compiler, device: &Device) -> Result<Option<Self>> {
         let info = device.info();
         let blocks = info.multiprocessors as usize;
-        let shared = |columns| Form::of(columns).shared_bytes();
-        let most = COLUMNS.into_iter().map(shared).max().unwrap_or(0);
+        let most = FORMS.into_iter().map(Form::shared_bytes).max().unwrap_or(0);
         if device.arch() != Arch::SM_90A || info.shared_bytes_per_block < most || blocks > MAX_BLOCKS {
             return Ok(None);
         }
         let modules = compiler.load_all(device, &specs().collect::<Vec<_>>())?;
-        let kernels = [
-            modules[0].kernel("nf4_layer")?,
-            modules[1].kernel("nf4_layer")?,
-            modules[2].kernel("nf4_layer")?,
-            modules[3].kernel("nf4_layer")?,
-        ];
-        for (kernel, columns) in kernels.iter().zip(COLUMNS) {
+        let kernels = modules.iter().map(|module| module.kernel("nf4_layer"));
+        let kernels = kernels.collect::<cuda_graphs::Result<Vec<_>>>()?;
+        for (kernel, form) in kernels.iter().zip(FORMS) {
             // All blocks wait for each other, so all must be resident.
-            if kernel.blocks_per_multiprocessor(THREADS, shared(columns) as u32)? == 0 {
+            if kernel.blocks_per_multiprocessor(form.threads(), form.shared_bytes() as u32)? == 0 {
                 return Ok(None);
             }
         }
@@ -286,8 +328,7 @@ impl FourBitLayer {
         self.blocks
     }
 
-    /// Gives one launch to `stream`. A row's result depends on the other rows only in whether there are more than 16, and
-    /// more than 32.
+    /// Gives one launch to `stream`. A row's result depends on the other rows only in whether there are more than 8, 16 or 32.
     ///
     /// Weights may be read before the kernels ahead in the stream have ended: whoever writes weights must wait for the
     /// device before more work is given to the stream.
@@ -297,13 +338,15 @@ impl FourBitLayer {
     /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
     pub fn run(&self, stream: &Stream, op: &FourBitLayerOp<'_>) -> Result<()> {
         let rows = op.rows;
-        let Some(which) = COLUMNS.iter().position(|&columns| (1..=columns).contains(&rows)) else {
+        let fits = |(form, _): &(Form, &Kernel)| {
+            (1..=form.columns).contains(&rows) && (form.low_rank || op.low_rank.is_none())
+        };
+        let Some((form, kernel)) = FORMS.into_iter().zip(&self.kernels).find(fits) else {
             return refuse(
                 "rows",
                 format!("{rows} rows at once, 1 to {FOUR_BIT_LAYER_ROWS} are possible"),
             );
         };
-        let form = Form::of(COLUMNS[which]);
         let Some(first) = op.stages.first().filter(|_| op.stages.len() <= MAX_STAGES) else {
             return refuse(
                 "stages",
@@ -326,6 +369,7 @@ impl FourBitLayer {
             rows: rows as u32,
             eps: op.eps,
             scale,
+            x_boxes: form.boxes_of(rows).1 as u32,
             values: values.map(bf16::to_bits),
             ..Zeroable::zeroed()
         };
@@ -352,12 +396,12 @@ impl FourBitLayer {
         for (stage, params) in op.stages.iter().zip(&mut params.stages) {
             *params = self.stage(stream, stage, rows, form)?;
         }
-        let config = LaunchConfig::new(self.blocks as u32, THREADS)
+        let config = LaunchConfig::new(self.blocks as u32, form.threads())
             .dynamic_shared_bytes(form.shared_bytes() as u32)
             .programmatic(true);
         // SAFETY: every buffer has the length that the kernel gives it, checked in `stage`, and is kept by a capture;
         // the grid is one block per multiprocessor, all resident, as `load` made sure.
-        Ok(unsafe { self.kernels[which].launch(stream, &config, &params) }?)
+        Ok(unsafe { kernel.launch(stream, &config, &params) }?)
     }
 
     fn stage(
@@ -434,13 +478,14 @@ impl FourBitLayer {
             },
         )?;
         let chunk = (FOUR_BIT_BLOCK) as u64;
+        let (x_rows, x_boxes) = form.boxes_of(rows);
         params.x_map = TensorMap::tiled(
             stage.input,
             &TensorMapSpec {
                 element: TensorElement::Bf16,
                 dims: &[chunk, rows as u64, k / chunk],
                 strides: &[2 * k, 2 * chunk],
-                box_dims: &[chunk as u32, form.columns as u32, 2 * form.x_boxes() as u32],
+                box_dims: &[chunk as u32, x_rows as u32, 2 * x_boxes as u32],
                 swizzle: Swizzle::Bytes128,
             },
         )?;
@@ -455,18 +500,22 @@ mod tests {
 
     #[test]
     fn boxes_cover_every_share_and_fit_a_slot() {
-        for form in COLUMNS.map(Form::of) {
+        for form in FORMS {
             for halves in [1, 2] {
                 for rows in 1..1500 {
                     let boxes = Boxes::new(rows, halves, 1 + rows % 80, form);
                     let side_by_side = boxes.groups / halves;
-                    assert!(side_by_side >= 1 && boxes.groups <= WARPS && WARPS.is_multiple_of(boxes.groups));
+                    assert!(
+                        side_by_side >= 1
+                            && boxes.groups <= form.warps
+                            && form.warps.is_multiple_of(boxes.groups)
+                    );
                     assert!(
                         boxes.rows * side_by_side * boxes.passes >= rows,
                         "{rows}: {boxes:?}"
                     );
                     assert!(boxes.rows.is_multiple_of(8) && boxes.rows <= 8 * form.tiles);
-                    assert!(WARPS / boxes.groups <= form.x_ring);
+                    assert!(form.warps / boxes.groups <= form.x_ring);
                 }
             }
         }
@@ -474,7 +523,7 @@ mod tests {
 
     #[test]
     fn shared_memory_fits_a_multiprocessor() {
-        for form in COLUMNS.map(Form::of) {
+        for form in FORMS {
             assert!(
                 form.shared_bytes() <= 227 * 1024,
                 "{form:?}: {}",
