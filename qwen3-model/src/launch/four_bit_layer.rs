@@ -45,7 +45,7 @@ struct Form {
 const FORMS: [Form; 5] = [
     Form::new(8, false, 16, 5, 2, 32),
     Form::new(8, true, 8, 5, 4, 32),
-    Form::new(16, true, 8, 5, 5, 8),
+    Form::new(16, true, 8, 5, 4, 16),
     Form::new(32, true, 8, 5, 4, 8),
     Form::new(FOUR_BIT_LAYER_ROWS, true, 8, 3, 6, 4),
 ];
