@@ -1,7 +1,7 @@
 //! Adapters through the engine: golden completions, changes of policy under way, failures.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -12,9 +12,8 @@ use rollout_engine::{
     AdapterSource, Completion, DeviceChoice, Engine, Error, Event, FakeRunner, MergeMode, ModelRunner,
     PolicySpan, Request, RunnerShape, SamplingParams, Scheduler,
 };
-use serde::Deserialize;
 
-use crate::support::{bundled_model, fixtures};
+use crate::support::{Golden, adapter, bundled_model, golden};
 
 const NAMES: [&str; 8] = [
     "mult-r32",
@@ -26,22 +25,6 @@ const NAMES: [&str; 8] = [
     "layers13-r4",
     "mult-r32+qv-r8",
 ];
-
-#[derive(Deserialize)]
-struct Golden {
-    prompt_ids: Vec<u32>,
-    completion_ids: Vec<u32>,
-    logprobs: Vec<f32>,
-}
-
-fn adapter(name: &str) -> PathBuf {
-    fixtures().join("adapters").join(name)
-}
-
-fn golden(name: &str) -> Vec<Golden> {
-    let path = fixtures().join(format!("golden/greedy-{name}.json"));
-    serde_json::from_str(&std::fs::read_to_string(path).expect("the golden file")).expect("JSON")
-}
 
 fn requests(golden: &[Golden]) -> Vec<Request> {
     golden

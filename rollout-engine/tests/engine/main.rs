@@ -5,6 +5,7 @@ mod chat_templates;
 mod chunked_prefill;
 mod golden;
 mod groups;
+mod policies;
 mod quantized;
 mod sampling;
 mod scheduler_cases;

@@ -2,16 +2,8 @@
 
 use qwen3_model::MergeMode;
 use rollout_engine::{DeviceChoice, Engine, EngineBuilder, Request};
-use serde::Deserialize;
 
-use crate::support::fixtures;
-
-#[derive(Deserialize)]
-struct Golden {
-    prompt_ids: Vec<u32>,
-    completion_ids: Vec<u32>,
-    logprobs: Vec<f64>,
-}
+use crate::support::{adapter, fixtures, golden};
 
 fn builder() -> EngineBuilder {
     Engine::builder()
@@ -22,8 +14,7 @@ fn builder() -> EngineBuilder {
 }
 
 fn completions_are_golden(engine: &mut Engine, name: &str) {
-    let json = std::fs::read(fixtures().join(format!("golden/greedy-{name}.json"))).unwrap();
-    let golden: Vec<Golden> = serde_json::from_slice(&json).unwrap();
+    let golden = golden(name);
     let requests: Vec<Request> = golden
         .iter()
         .map(|golden| Request::token_ids(golden.prompt_ids.clone()).max_new_tokens(400))
@@ -32,10 +23,7 @@ fn completions_are_golden(engine: &mut Engine, name: &str) {
         let completion = completion.unwrap();
         assert_eq!(completion.token_ids, golden.completion_ids, "{name}");
         for (ours, expected) in completion.logprobs.iter().zip(&golden.logprobs) {
-            assert!(
-                (f64::from(*ours) - expected).abs() < 2e-4,
-                "{name}: {ours} for {expected}"
-            );
+            assert!((ours - expected).abs() < 2e-4, "{name}: {ours} for {expected}");
         }
     }
 }
@@ -45,9 +33,7 @@ fn completions_are_transformers_with_and_without_an_adapter() {
     let mut engine = builder().build().unwrap();
     completions_are_golden(&mut engine, "nf4");
     // Without being asked to, at run time: the weights cannot be merged into.
-    let update = engine
-        .load_adapter(fixtures().join("adapters/mult-r32").as_path())
-        .unwrap();
+    let update = engine.load_adapter(adapter("mult-r32").as_path()).unwrap();
     assert_eq!((update.mode, update.merged_bytes), (MergeMode::Unmerged, 0));
     completions_are_golden(&mut engine, "nf4+mult-r32");
     let error = engine.set_merge_mode(MergeMode::Merged).unwrap_err().to_string();
@@ -62,13 +48,13 @@ fn completions_are_transformers_with_and_without_an_adapter() {
 #[test]
 fn a_dequantised_model_takes_merges() {
     let error = builder()
-        .adapter(fixtures().join("adapters/mult-r32"))
+        .adapter(adapter("mult-r32"))
         .merge_mode(MergeMode::Merged)
         .build()
         .unwrap_err();
     assert!(error.to_string().contains("4 bits"), "{error}");
     let built = builder()
-        .adapter(fixtures().join("adapters/mult-r32"))
+        .adapter(adapter("mult-r32"))
         .dequantize(true)
         .build_with_notice()
         .unwrap();

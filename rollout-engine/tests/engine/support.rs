@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use rollout_engine::fake_runner::FakeRunner;
 use rollout_engine::{RunnerShape, SamplingParams, Scheduler};
+use serde::Deserialize;
 
 pub(crate) fn scheduler(shape: RunnerShape) -> Scheduler<FakeRunner> {
     Scheduler::new(FakeRunner::new(shape), vec![]).expect("a valid shape")
@@ -27,4 +28,23 @@ pub(crate) fn fixtures() -> PathBuf {
 /// The folder of the bundled model.
 pub(crate) fn bundled_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny-qwen3-math")
+}
+
+/// The folder of an adapter.
+pub(crate) fn adapter(name: &str) -> PathBuf {
+    fixtures().join("adapters").join(name)
+}
+
+/// A greedy completion by transformers in f32.
+#[derive(Deserialize)]
+pub(crate) struct Golden {
+    pub(crate) prompt_ids: Vec<u32>,
+    pub(crate) completion_ids: Vec<u32>,
+    pub(crate) logprobs: Vec<f32>,
+}
+
+/// Those of a policy: an adapter, or several with `+` between them.
+pub(crate) fn golden(name: &str) -> Vec<Golden> {
+    let path = fixtures().join(format!("golden/greedy-{name}.json"));
+    serde_json::from_str(&std::fs::read_to_string(path).expect("the golden file")).expect("JSON")
 }

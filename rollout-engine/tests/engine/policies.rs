@@ -1,33 +1,13 @@
 //! Policies served by name: every request of one batch under its own, as if it were alone.
 
-use std::path::{Path, PathBuf};
-
 use lora_merge::{ActiveAdapter, Adapter};
 use proptest::prelude::*;
 use rollout_engine::{
     Completion, DeviceChoice, Engine, Error, FakeRunner, MergeMode, PolicySpan, Request, SamplingParams,
     Scheduler,
 };
-use serde::Deserialize;
 
-#[derive(Deserialize)]
-struct Golden {
-    prompt_ids: Vec<u32>,
-    completion_ids: Vec<u32>,
-}
-
-fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures")
-}
-
-fn adapter(name: &str) -> PathBuf {
-    fixtures().join("adapters").join(name)
-}
-
-fn golden(name: &str) -> Vec<Golden> {
-    let path = fixtures().join(format!("golden/greedy-{name}.json"));
-    serde_json::from_str(&std::fs::read_to_string(path).expect("the golden file")).expect("JSON")
-}
+use crate::support::{adapter, golden};
 
 fn engine() -> Engine {
     Engine::builder()
@@ -249,7 +229,7 @@ fn an_adapter_that_does_not_fit_changes_nothing() {
     let mut engine = engine();
     engine.serve_policies([("a", adapter("qv-r8"))]).expect("serves");
     let before = engine.named_policies().to_vec();
-    let missing = engine.serve_policies([("b", fixtures().join("adapters/none"))]);
+    let missing = engine.serve_policies([("b", adapter("none"))]);
     assert!(matches!(missing, Err(Error::Adapter(_))));
     assert_eq!(engine.named_policies(), before);
 }
