@@ -140,8 +140,6 @@ __device__ __forceinline__ uint2 shared_load2(u32 at) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
     return v;
 }
-// As `fence_copy_engine`, for global memory alone: that does not wait for all copies of the multiprocessor under way.
-__device__ __forceinline__ void fence_global_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ float shared_load1(u32 at) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
@@ -374,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const Stage& s = p.stages[stage];
             if (stage > 0) {
                 wait_for(p.counters + stage - 1, gridDim.x);
-                fence_global_copies(); // what other blocks stored is read by the copy engine
+                fence_copy_engine(); // what other blocks stored is read by the copy engine
             }
             for (u32 pass = 0; pass < s.passes; ++pass)
                 for (u32 box = 0; box < s.boxes; box += p.x_boxes) {
