@@ -69,6 +69,14 @@ mod tests {
                         bytes <= info.shared_bytes_per_block,
                         "{options:?} takes {bytes} bytes"
                     );
+                    let together = options.in_fixed_splits(1000).for_tokens_together();
+                    together.check().unwrap();
+                    let (bytes, blocks) = (together.shared_bytes(&shape), together.blocks_per_multiprocessor);
+                    assert!(
+                        bytes <= info.shared_bytes_per_block
+                            && (bytes + 1024) * blocks <= info.shared_bytes_per_multiprocessor,
+                        "{together:?} takes {bytes} bytes"
+                    );
                 }
                 let tiles = TileOptions::default();
                 assert!(tiles.shared_bytes(&shape(group, 128)) <= info.shared_bytes_per_block);
@@ -117,6 +125,39 @@ mod tests {
                 ..good
             }),
             "max_splits"
+        );
+    }
+
+    #[test]
+    fn tokens_together_need_splits_that_hold_the_longest_row_and_no_functions() {
+        let options = DecodeOptions::of(4, 3, 2)
+            .in_fixed_splits(5000)
+            .for_tokens_together();
+        assert_eq!((options.split, options.max_splits), (Some(512), 10));
+        assert_eq!(
+            options.check_together(true, &shape(4, 128), 5000).unwrap(),
+            8,
+            "rows of an item"
+        );
+        assert_eq!(options.check_together(true, &shape(16, 128), 5000).unwrap(), 2);
+        let refused = |plain, max_length| {
+            let error = options.check_together(plain, &shape(4, 128), max_length);
+            matches!(
+                error,
+                Err(CudaError::OptionRefused {
+                    option: "together",
+                    ..
+                })
+            )
+        };
+        assert!(refused(false, 5000) && refused(true, 5121));
+        let long = DecodeOptions::of(4, 3, 2).in_fixed_splits(1 << 20);
+        assert_eq!((long.split, long.max_splits), (Some(4096), 256));
+        assert_eq!(
+            DecodeOptions::of(8, 2, 2)
+                .for_tokens_together()
+                .blocks_per_multiprocessor,
+            1
         );
     }
 
