@@ -11,8 +11,8 @@
 //!                                                                                fused QKV or gate+up storage
 //! ```
 //!
-//! Neither waits for the device (but with DoRA): a caller that plans and runs a few layers at a time packs the next ones
-//! while these are uploaded and merged.
+//! Neither waits for the device (but with DoRA). [`MergeWorkspace::make_plans`] makes several plans, of a few layers each, whose
+//! factors are packed ahead while those before them are uploaded and merged.
 //!
 //! The bits are those of the CPU's merge: see the kernel's header in `kernels/merge.cu` for how.
 //!
@@ -21,11 +21,14 @@
 
 mod layout;
 mod pack;
+mod packing;
 mod plan;
+mod plans;
 mod workspace;
 
 pub use crate::launch::kernel_specs;
 pub use plan::MergePlan;
+pub use plans::PlansInTheMaking;
 pub use workspace::MergeWorkspace;
 
 use crate::launch;

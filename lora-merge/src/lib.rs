@@ -3,6 +3,7 @@
 #![cfg_attr(feature = "cuda", deny(unsafe_code))]
 
 mod adapter;
+mod block;
 mod config;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -13,15 +14,16 @@ mod error;
 mod launch;
 mod merge;
 mod module;
+mod panels;
 mod pattern;
 mod random;
 mod resolve;
 mod rounding;
 mod source;
 mod store;
-mod strip;
 mod target;
 mod tensors;
+mod tile;
 mod unmerged;
 mod version;
 

@@ -107,6 +107,8 @@ pub struct ModuleUpdate {
     rows: usize,
     columns: usize,
     pub(crate) terms: Vec<LowRankTerm>,
+    /// The bits that any value of a term's left and right factor has, where that is known.
+    pub(crate) bits: Vec<Option<[u32; 2]>>,
     pub(crate) replacement: Option<Arc<[f32]>>,
     pub(crate) bias_terms: Vec<(Arc<[f32]>, f64)>,
     pub(crate) bias_replacement: Option<Arc<[f32]>>,
@@ -137,6 +139,7 @@ impl ModuleUpdate {
         Ok(Self {
             rows,
             columns,
+            bits: vec![None; terms.len()],
             terms,
             replacement: None,
             bias_terms: Vec::new(),
@@ -386,6 +389,7 @@ fn apply(
             rows,
             columns,
             terms: Vec::new(),
+            bits: Vec::new(),
             replacement: None,
             bias_terms: Vec::new(),
             bias_replacement: None,
@@ -417,14 +421,16 @@ fn apply(
                     magnitude = Some(take(Part::Magnitude, &[spec.out_features])?.values.clone());
                     used.insert((&spec.name, Part::Magnitude));
                 }
-                let (left, right) = match spec.kind {
+                let (left, right, bits) = match spec.kind {
                     ModuleKind::Conv1d => (
                         transpose(&a.values, r, spec.in_features),
                         transpose(&b.values, spec.out_features, r),
+                        [a.bits, b.bits],
                     ),
-                    _ => (b.values.clone(), a.values.clone()),
+                    _ => (b.values.clone(), a.values.clone(), [b.bits, a.bits]),
                 };
                 let update = slot.get_or_insert_with(update);
+                update.bits.push(Some(bits));
                 update.terms.push(LowRankTerm {
                     r,
                     left,

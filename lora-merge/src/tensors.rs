@@ -55,6 +55,8 @@ pub struct TensorSlice<'a> {
 pub(crate) struct Tensor {
     pub(crate) shape: Vec<usize>,
     pub(crate) values: Arc<[f32]>,
+    /// The bits that any value has: tells which narrower types hold all of them.
+    pub(crate) bits: u32,
     pub(crate) digest: [u8; 32],
 }
 
@@ -101,6 +103,7 @@ impl Tensor {
                 value: values[index],
             });
         }
+        let bits = values.iter().fold(0, |bits, v| bits | v.to_bits());
         let dtype = match dtype {
             Dtype::F32 => "F32",
             Dtype::F16 => "F16",
@@ -109,6 +112,7 @@ impl Tensor {
         Ok(Self {
             shape: shape.to_vec(),
             digest: crate::digest::tensor_digest(dtype, shape, bytes),
+            bits,
             values,
         })
     }

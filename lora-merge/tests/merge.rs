@@ -58,6 +58,25 @@ proptest! {
         let update = ModuleUpdate::from_terms(rows, columns, vec![plus, minus]).unwrap();
         prop_assert_eq!(check(&w0, &update), w0);
     }
+
+    #[test]
+    fn rows_without_any_term_keep_their_weights(
+        rows in 1usize..20, columns in 1usize..70, r in 1usize..20, without: u32, seed: u64,
+    ) {
+        let mut random = Random(seed);
+        let w0 = random.bf16s(rows * columns, 0.02);
+        let mut term = term(&mut random, rows, columns, r, false);
+        let mut left = term.left.to_vec();
+        let is_without = |row: usize| without >> row & 1 == 1;
+        for (row, left) in left.chunks_mut(r).enumerate().filter(|(row, _)| is_without(*row)) {
+            left.fill(if row % 2 == 0 { 0.0 } else { -0.0 });
+        }
+        term.left = left.into();
+        let merged = check(&w0, &ModuleUpdate::from_terms(rows, columns, vec![term]).unwrap());
+        for (row, (merged, w0)) in merged.chunks(columns).zip(w0.chunks(columns)).enumerate() {
+            prop_assert!(!is_without(row) || merged == w0, "row {row}");
+        }
+    }
 }
 
 #[test]

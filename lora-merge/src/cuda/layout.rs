@@ -29,8 +29,8 @@ pub(super) enum Kind {
         gain: Option<usize>,
         form: Form,
     },
-    /// A whole weight.
-    Replace { weight: DeviceBuffer<bf16> },
+    /// A whole weight, once it is on the device.
+    Replace { weight: Option<DeviceBuffer<bf16>> },
 }
 
 /// Where one term's factors are, and how they travel.

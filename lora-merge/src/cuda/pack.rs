@@ -1,12 +1,13 @@
 //! Factors on their way into page-locked memory.
 
-use crate::{LowRankTerm, Result};
+use crate::{LowRankTerm, ModuleUpdate, Result};
 use cuda_graphs::PinnedBuffer;
+use pulp::Arch;
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Elements of a segment at most: the unit of parallel work.
-pub(super) const SEGMENT: usize = 1 << 17;
+pub(super) const SEGMENT: usize = 1 << 16;
 
 /// Some consecutive values and their place, in bytes, in a buffer on the device.
 #[derive(Clone, Copy)]
@@ -19,7 +20,6 @@ pub(super) struct Segment<'a> {
 
 #[derive(Clone, Copy)]
 pub(super) enum Values<'a> {
-    Bytes(&'a [u8]),
     F32(&'a [f32]),
     /// Values whose low 16 bits are zero: uploaded as bf16.
     Bf16(&'a [f32]),
@@ -30,7 +30,6 @@ impl Segment<'_> {
     pub(super) fn end(&self) -> usize {
         self.at
             + match self.values {
-                Values::Bytes(bytes) => bytes.len(),
                 Values::F32(values) => 4 * values.len(),
                 Values::Bf16(values) => 2 * values.len(),
             }
@@ -38,10 +37,17 @@ impl Segment<'_> {
 
     /// Writes the values at a place of the staging buffer.
     pub(super) fn pack(&self, to: &PinnedBuffer<u8>, at: usize) -> Result<()> {
+        Arch::new().dispatch(
+            #[inline(always)]
+            || self.pack_here(to, at),
+        )
+    }
+
+    #[inline(always)]
+    fn pack_here(&self, to: &PinnedBuffer<u8>, at: usize) -> Result<()> {
         const PIECE: usize = 2048;
         let mut greatest = 0;
         match self.values {
-            Values::Bytes(bytes) => to.write(at, bytes)?,
             // Piece by piece, so that a value is read from memory once.
             Values::F32(values) => {
                 for (i, piece) in values.chunks(PIECE).enumerate() {
@@ -72,6 +78,7 @@ impl Segment<'_> {
 }
 
 /// Bits of the greatest magnitude: magnitudes are ordered as their bits are.
+#[inline(always)]
 fn greatest_bits(values: &[f32]) -> u32 {
     values
         .iter()
@@ -88,19 +95,33 @@ pub(super) struct Format {
 }
 
 impl Format {
-    /// Looks through a term's factors, until the first that is a full f32. DoRA's norms are computed from f32.
-    pub(super) fn of(term: &LowRankTerm) -> Self {
+    /// Looks through a term's factors, until the first that is a full f32, if it is not known which bits they have. DoRA's
+    /// norms are computed from f32.
+    pub(super) fn of(term: &LowRankTerm, bits: Option<[u32; 2]>) -> Self {
         if term.magnitude.is_some() {
             return Self::default();
         }
-        let zeros = |values: &[f32], mask: u32| values.par_chunks(SEGMENT).all(|c| none_set(c, mask));
-        let (left_bf16, right_bf16) = (zeros(&term.left, 0xffff), zeros(&term.right, 0xffff));
-        let whole = |bf16: bool, values: &[f32]| bf16 || zeros(values, 0x1fff);
+        let none = |side: usize, values: &[f32], mask: u32| match bits {
+            Some(bits) => bits[side] & mask == 0,
+            // Most have such a bit in one of the first.
+            None => {
+                let (first, rest) = values.split_at(values.len().min(256));
+                none_set(first, mask) && rest.par_chunks(SEGMENT).all(|c| none_set(c, mask))
+            }
+        };
+        let (left_bf16, right_bf16) = (none(0, &term.left, 0xffff), none(1, &term.right, 0xffff));
+        let whole = |side: usize, bf16: bool, values: &[f32]| bf16 || none(side, values, 0x1fff);
         Self {
             left_bf16,
             right_bf16,
-            whole: whole(left_bf16, &term.left) && whole(right_bf16, &term.right),
+            whole: whole(0, left_bf16, &term.left) && whole(1, right_bf16, &term.right),
         }
+    }
+
+    /// Of all terms of an update.
+    pub(super) fn of_terms(update: &ModuleUpdate) -> Vec<Self> {
+        let terms = update.terms.iter().zip(&update.bits);
+        terms.map(|(term, bits)| Self::of(term, *bits)).collect()
     }
 }
 
@@ -139,13 +160,17 @@ mod tests {
     #[test]
     fn formats_are_told_from_the_values() {
         let format = |left: Vec<f32>, right: Vec<f32>| {
-            Format::of(&LowRankTerm {
+            let term = LowRankTerm {
                 r: 1,
                 left: left.into(),
                 right: right.into(),
                 scaling: 1.0,
                 magnitude: None,
-            })
+            };
+            let bits = |values: &[f32]| values.iter().fold(0, |bits, v| bits | v.to_bits());
+            let known = Format::of(&term, Some([bits(&term.left), bits(&term.right)]));
+            assert_eq!(Format::of(&term, None), known);
+            known
         };
         let (bf16, f16, f32) = (1.5f32, 1.0 + 1.0 / 1024.0, 1.0 + 1.0 / 8192.0);
         let both = format(vec![bf16; 300], vec![bf16; 3]);

@@ -2,6 +2,7 @@
 
 use super::layout::{ALIGN, Entry, Kind, Launch, Layout, TermPlace, launches};
 use super::pack::{Format, SEGMENT, Segment, Values, unit};
+use super::plans::Packed;
 use super::{MergeKernels, MergeTarget, MergeWorkspace};
 use crate::launch::{self, DoraArgs, MATRIX_WORDS, MatrixArgs, Report, Table, Term};
 use crate::{Error, MergeOutcome, ModuleUpdate, Result};
@@ -26,44 +27,39 @@ pub struct MergePlan {
     scratch_bytes: usize,
 }
 
-impl MergePlan {
-    /// Packs and uploads the updates of the given modules and computes DoRA's row factors from the pristine weights in
-    /// `targets` (one per module, in the same order). Nothing that is served is touched. Waits for the device with DoRA
-    /// or replaced weights alone.
-    ///
-    /// # Errors
-    /// [`Error::Length`] if a target has another size than its module; [`Error::ZeroNorm`];
-    /// [`Error::MergedNotFinite`] for a replacing weight beyond bf16's range; [`Error::Cuda`]. Panics: none.
-    pub fn new(
-        kernels: &MergeKernels,
-        workspace: &mut MergeWorkspace,
-        stream: &Stream,
+/// A plan that is not on the device yet.
+#[derive(Debug)]
+pub(super) struct Draft {
+    entries: Vec<Entry>,
+    places: Vec<TermPlace>,
+    bytes: usize,
+    terms_at: usize,
+    reports: Range<usize>,
+    /// Elements of gains and row scalings.
+    rows: usize,
+    launches: Vec<Launch>,
+    pub(super) scratch_bytes: usize,
+}
+
+impl Draft {
+    /// Finds places for everything. `formats` are those of each module's terms.
+    pub(super) fn new(
         modules: &[(&str, &ModuleUpdate)],
-        targets: &[MergeTarget<'_>],
-    ) -> Result<Self> {
-        crate::resolve::check_length("the list of targets", modules.len(), targets.len())?;
-        let device = stream.device();
-        let formats: Vec<Vec<Format>> = modules
-            .par_iter()
-            .map(|(_, update)| update.terms.par_iter().map(Format::of).collect())
-            .collect();
+        formats: &[Vec<Format>],
+        device: &cuda_graphs::DeviceInfo,
+    ) -> Self {
         let mut layout = Layout::default();
         let mut entries = Vec::with_capacity(modules.len());
-        for (((name, update), target), formats) in modules.iter().zip(targets).zip(&formats) {
+        for ((name, update), formats) in modules.iter().zip(formats) {
             let (rows, columns) = update.shape();
-            crate::resolve::check_length("a pristine weight", rows * columns, target.pristine.len())?;
-            crate::resolve::check_length("a merged weight", rows * columns, target.merged.len())?;
-            let kind = match &update.replacement {
-                Some(values) => Kind::Replace {
-                    weight: DeviceBuffer::from_slice(stream, &rounded(name, values, columns)?)?,
-                },
-                None => layout.place(update, formats, device.info()),
-            };
             entries.push(Entry {
                 name: (*name).to_owned(),
                 rows,
                 columns,
-                kind,
+                kind: match update.replacement {
+                    Some(_) => Kind::Replace { weight: None },
+                    None => layout.place(update, formats, device),
+                },
             });
         }
         let terms_at = layout.bytes;
@@ -76,37 +72,34 @@ impl MergePlan {
         let n_reports = launches.last().map_or(0, |l| l.reports.end);
         let reports = layout.bytes..layout.bytes + size_of::<Report>() * n_reports;
         layout.bytes = reports.end.max(ALIGN);
-        let scratch_bytes = launches.iter().map(|l| l.scratch(&entries)).max().unwrap_or(0);
-        workspace.reserve_scratch(scratch_bytes)?;
-        let rows = match layout.rows {
-            0 => None,
-            n => Some(DeviceBuffer::<f64>::zeroed(device, n)?),
-        };
-        let mut plan = Self {
+        Self {
+            scratch_bytes: launches.iter().map(|l| l.scratch(&entries)).max().unwrap_or(0),
             entries,
-            memory: workspace.take(layout.bytes)?,
             places: layout.places,
+            bytes: layout.bytes,
             terms_at,
             reports,
-            rows,
+            rows: layout.rows,
             launches,
-            scratch_bytes,
-        };
-        workspace.begin(stream)?;
-        plan.upload(workspace, modules, targets)?;
-        workspace.end(stream)?;
-        plan.dora(kernels, stream, modules, targets)?;
-        Ok(plan)
+        }
     }
 
-    /// Packs and uploads factors, then the tables, which need the factors' greatest values.
-    fn upload(
-        &mut self,
-        workspace: &mut MergeWorkspace,
-        modules: &[(&str, &ModuleUpdate)],
-        targets: &[MergeTarget<'_>],
-    ) -> Result<()> {
-        let greatest: Vec<AtomicU32> = self.places.iter().map(|_| AtomicU32::new(0)).collect();
+    /// Terms.
+    pub(super) fn terms(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Bytes of the tables of terms and launches.
+    pub(super) fn table_bytes(&self) -> usize {
+        self.reports.start - self.terms_at
+    }
+
+    /// The factors to be packed, in the order of their places. `greatest` has an element per term.
+    pub(super) fn segments<'a>(
+        &self,
+        modules: &[(&'a str, &'a ModuleUpdate)],
+        greatest: &'a [AtomicU32],
+    ) -> Vec<Segment<'a>> {
         let mut segments = Vec::new();
         for (entry, (_, update)) in self.entries.iter().zip(modules) {
             let Kind::LowRank { terms, .. } = &entry.kind else {
@@ -114,18 +107,84 @@ impl MergePlan {
             };
             let places = self.places[terms.clone()].iter().zip(&greatest[terms.clone()]);
             for (term, (place, greatest)) in update.terms.iter().zip(places) {
-                cut(
-                    &mut segments,
-                    place.left,
-                    &term.left,
-                    place.format.left_bf16,
-                    None,
-                );
-                let bf16 = place.format.right_bf16;
-                cut(&mut segments, place.right, &term.right, bf16, Some(greatest));
+                let (left, right) = (place.format.left_bf16, place.format.right_bf16);
+                cut(&mut segments, place.left, &term.left, left, None);
+                cut(&mut segments, place.right, &term.right, right, Some(greatest));
             }
         }
-        workspace.upload(&self.memory, &segments)?;
+        segments
+    }
+}
+
+impl MergePlan {
+    /// Packs and uploads the updates of the given modules and computes DoRA's row factors from the pristine weights in
+    /// `targets` (one per module, in the same order). Nothing that is served is touched. Waits for the device with DoRA
+    /// or replaced weights alone. Many modules are done sooner in several plans: see [`MergeWorkspace::make_plans`].
+    ///
+    /// # Errors
+    /// [`Error::Length`] if a target has another size than its module; [`Error::ZeroNorm`];
+    /// [`Error::MergedNotFinite`] for a replacing weight beyond bf16's range; [`Error::Cuda`]. Panics: none.
+    pub fn new(
+        kernels: &MergeKernels,
+        workspace: &mut MergeWorkspace,
+        stream: &Stream,
+        modules: &[(&str, &ModuleUpdate)],
+        targets: &[MergeTarget<'_>],
+    ) -> Result<Self> {
+        workspace.make_plans(&[modules], |plans| plans.next(kernels, stream, targets))
+    }
+
+    /// Takes memory for a draft whose factors are being packed, as chunks of `packing`. `tables_at` is the place of its
+    /// tables in the workspace's page-locked memory.
+    pub(super) fn of_draft(
+        draft: Draft,
+        kernels: &MergeKernels,
+        workspace: &mut MergeWorkspace,
+        stream: &Stream,
+        modules: &[(&str, &ModuleUpdate)],
+        targets: &[MergeTarget<'_>],
+        packed: Packed<'_>,
+    ) -> Result<Self> {
+        crate::resolve::check_length("the list of targets", modules.len(), targets.len())?;
+        let mut entries = draft.entries;
+        for ((entry, (name, update)), target) in entries.iter_mut().zip(modules).zip(targets) {
+            let elements = entry.rows * entry.columns;
+            crate::resolve::check_length("a pristine weight", elements, target.pristine.len())?;
+            crate::resolve::check_length("a merged weight", elements, target.merged.len())?;
+            if let Some(values) = &update.replacement {
+                let weight = DeviceBuffer::from_slice(stream, &rounded(name, values, entry.columns)?)?;
+                entry.kind = Kind::Replace { weight: Some(weight) };
+            }
+        }
+        let mut plan = Self {
+            entries,
+            memory: workspace.take(draft.bytes)?,
+            places: draft.places,
+            terms_at: draft.terms_at,
+            reports: draft.reports,
+            rows: match draft.rows {
+                0 => None,
+                n => Some(DeviceBuffer::<f64>::zeroed(stream.device(), n)?),
+            },
+            launches: draft.launches,
+            scratch_bytes: draft.scratch_bytes,
+        };
+        workspace.begin(stream)?;
+        packed.packing.upload(workspace, packed.chunks, &plan.memory)?;
+        plan.upload_tables(workspace, targets, packed.greatest, packed.tables_at)?;
+        workspace.end(stream)?;
+        plan.dora(kernels, stream, modules, targets)?;
+        Ok(plan)
+    }
+
+    /// Uploads the tables of terms and launches, which need the factors' greatest values.
+    fn upload_tables(
+        &mut self,
+        workspace: &MergeWorkspace,
+        targets: &[MergeTarget<'_>],
+        greatest: &[AtomicU32],
+        at: usize,
+    ) -> Result<()> {
         let base = self.memory.ptr();
         let term = |(place, greatest): (&TermPlace, &AtomicU32)| Term {
             scale: place.scale,
@@ -140,22 +199,19 @@ impl MergePlan {
             first: place.first as u32,
             rank: place.rank as u32,
         };
-        let terms: Vec<Term> = self.places.iter().zip(&greatest).map(term).collect();
+        let terms: Vec<Term> = self.places.iter().zip(greatest).map(term).collect();
         let tables = self.tables(workspace, targets)?;
-        let mut segments = Vec::new();
-        let bytes = |at: usize, values| Segment {
-            at,
-            values: Values::Bytes(values),
-            greatest: None,
+        let mut bytes = vec![0u8; self.reports.start - self.terms_at];
+        let mut put = |at: usize, values: &[u8]| {
+            if let Some(to) = bytes.get_mut(at - self.terms_at..at - self.terms_at + values.len()) {
+                to.copy_from_slice(values);
+            }
         };
-        for (i, piece) in terms.chunks(1024).enumerate() {
-            let at = self.terms_at + i * 1024 * size_of::<Term>();
-            segments.push(bytes(at, bytemuck::cast_slice(piece)));
-        }
+        put(self.terms_at, bytemuck::cast_slice(&terms));
         for (launch, table) in self.launches.iter().zip(&tables) {
-            segments.push(bytes(launch.at, bytemuck::cast_slice(&table.words)));
+            put(launch.at, bytemuck::cast_slice(&table.words));
         }
-        workspace.upload(&self.memory, &segments)?;
+        workspace.upload_tables(at, &bytes, self.memory.slice(self.terms_at..self.reports.start)?)?;
         for (launch, table) in self.launches.iter_mut().zip(tables) {
             launch.words = table.words;
         }
@@ -313,7 +369,7 @@ impl MergePlan {
             )?;
         }
         for (entry, target) in self.entries.iter().zip(targets) {
-            if let Kind::Replace { weight } = &entry.kind {
+            if let Kind::Replace { weight: Some(weight) } = &entry.kind {
                 stream.copy(target.merged, weight)?;
             }
         }
@@ -361,7 +417,7 @@ impl MergePlan {
     /// Bytes of device memory that the plan holds.
     pub fn bytes(&self) -> usize {
         let replaced = self.entries.iter().map(|e| match &e.kind {
-            Kind::Replace { weight } => 2 * weight.len(),
+            Kind::Replace { weight } => weight.as_ref().map_or(0, |w| 2 * w.len()),
             Kind::LowRank { .. } => 0,
         });
         self.memory.len() + self.rows.as_ref().map_or(0, |r| 8 * r.len()) + replaced.sum::<usize>()

@@ -1,14 +1,13 @@
 //! Memory that refreshes share: page-locked staging on the host, scratch on the device, buffers of former plans.
 
-use super::pack::Segment;
 use crate::Result;
 use cuda_graphs::{Device, DeviceBuffer, DeviceSlice, Event, PinnedBuffer, Stream};
-use rayon::prelude::*;
 
 /// Bytes of one staging buffer.
-const SLOT_BYTES: usize = 16 << 20;
-/// Staging buffers: one is filled while the others are on their way.
-const SLOTS: usize = 3;
+pub(super) const SLOT_BYTES: usize = 8 << 20;
+/// Staging buffers: some are filled while others are on their way. They are few enough to stay in the processor's caches,
+/// from which the copy engine reads.
+pub(super) const SLOTS: usize = 8;
 
 /// What [`crate::cuda::MergePlan`]s need besides their own memory: staging buffers, a stream for uploads, scratch memory.
 ///
@@ -16,23 +15,26 @@ const SLOTS: usize = 3;
 #[derive(Debug)]
 pub struct MergeWorkspace {
     device: Device,
-    uploads: Stream,
-    slots: Vec<Slot>,
-    next: usize,
+    pub(super) uploads: Stream,
+    pub(super) slots: Vec<Slot>,
+    /// For tables on their way.
+    tables: Option<Slot>,
     /// What `prepare` writes and the merge behind it reads.
     scratch: Option<DeviceBuffer<u8>>,
     spare: Vec<DeviceBuffer<u8>>,
+    /// Whether memory came back since uploads last waited for whoever used it.
+    recycled: bool,
 }
 
 #[derive(Debug)]
-struct Slot {
-    buffer: PinnedBuffer<u8>,
+pub(super) struct Slot {
+    pub(super) buffer: PinnedBuffer<u8>,
     /// Reached when the last upload from it is done.
-    free: Event,
+    pub(super) free: Event,
 }
 
 impl MergeWorkspace {
-    /// An empty workspace: memory is taken when it is first needed (48 MiB of page-locked memory, and the scratch memory of
+    /// An empty workspace: memory is taken when it is first needed (64 MiB of page-locked memory, and the scratch memory of
     /// the largest launch).
     ///
     /// # Errors
@@ -42,10 +44,16 @@ impl MergeWorkspace {
             device: device.clone(),
             uploads: Stream::new(device)?,
             slots: Vec::new(),
-            next: 0,
+            tables: None,
             scratch: None,
             spare: Vec::new(),
+            recycled: false,
         })
+    }
+
+    /// The device that it is for.
+    pub(super) fn device(&self) -> &Device {
+        &self.device
     }
 
     /// Bytes of device memory that the workspace holds.
@@ -60,6 +68,7 @@ impl MergeWorkspace {
     /// Takes a plan's memory for plans to come. The plan's work must have ended.
     pub fn recycle(&mut self, plan: super::MergePlan) {
         self.spare.push(plan.into_memory());
+        self.recycled = true;
     }
 
     /// Frees what [`recycle`](Self::recycle) took and nobody used.
@@ -92,8 +101,12 @@ impl MergeWorkspace {
         self.scratch.as_ref().map(DeviceBuffer::as_slice)
     }
 
-    /// Makes later uploads wait for the present end of `stream`, whose work may still read recycled memory.
+    /// Makes later uploads wait for the present end of `stream` if its work may still read recycled memory. Otherwise they
+    /// go on beside the merges of the plans before.
     pub(super) fn begin(&mut self, stream: &Stream) -> Result<()> {
+        if !std::mem::take(&mut self.recycled) {
+            return Ok(());
+        }
         let event = Event::without_timing(&self.device)?;
         stream.record(&event)?;
         Ok(self.uploads.wait(&event)?)
@@ -106,35 +119,43 @@ impl MergeWorkspace {
         Ok(stream.wait(&event)?)
     }
 
-    /// Packs segments, which must be in rising order, and queues their upload. What lies between them is overwritten with
-    /// anything.
-    pub(super) fn upload(&mut self, to: &DeviceBuffer<u8>, mut segments: &[Segment<'_>]) -> Result<()> {
-        while let Some(first) = segments.first() {
-            let start = first.at;
-            let n = segments
-                .iter()
-                .take_while(|s| s.end() <= start + SLOT_BYTES)
-                .count();
-            // A segment is far smaller than a slot.
-            let (now, later) = segments.split_at(n.max(1));
-            segments = later;
-            let end = now.last().map_or(start, Segment::end);
-            if self.slots.len() < SLOTS {
-                self.slots.push(Slot {
-                    buffer: PinnedBuffer::zeroed(&self.device, SLOT_BYTES)?,
+    /// Some staging buffers that nothing is uploaded from any more. Whoever takes them puts them back into `slots`.
+    pub(super) fn take_slots(&mut self, n: usize) -> Result<Vec<Slot>> {
+        let mut slots = std::mem::take(&mut self.slots);
+        for slot in &slots {
+            slot.free.synchronize()?;
+        }
+        while slots.len() < n {
+            slots.push(Slot {
+                buffer: PinnedBuffer::zeroed(&self.device, SLOT_BYTES)?,
+                free: Event::without_timing(&self.device)?,
+            });
+        }
+        Ok(slots)
+    }
+
+    /// Makes room for so many bytes of tables in page-locked memory, of which nothing is uploaded any more.
+    pub(super) fn reserve_tables(&mut self, bytes: usize) -> Result<()> {
+        match &self.tables {
+            Some(tables) if tables.buffer.len() >= bytes => tables.free.synchronize()?,
+            _ => {
+                self.tables = Some(Slot {
+                    buffer: PinnedBuffer::zeroed(&self.device, bytes.next_power_of_two())?,
                     free: Event::without_timing(&self.device)?,
                 });
-                self.next = self.slots.len() - 1;
             }
-            let slot = &self.slots[self.next];
-            self.next = (self.next + 1) % SLOTS;
-            slot.free.synchronize()?;
-            now.par_iter()
-                .try_for_each(|segment| segment.pack(&slot.buffer, segment.at - start))?;
-            self.uploads
-                .upload_async(to.slice(start..end)?, slot.buffer.slice(..end - start)?)?;
-            self.uploads.record(&slot.free)?;
         }
         Ok(())
+    }
+
+    /// Uploads tables by way of their place in the page-locked memory.
+    pub(super) fn upload_tables(&self, at: usize, bytes: &[u8], to: DeviceSlice<'_, u8>) -> Result<()> {
+        let Some(tables) = self.tables.as_ref().filter(|_| !bytes.is_empty()) else {
+            return Ok(());
+        };
+        tables.buffer.write(at, bytes)?;
+        self.uploads
+            .upload_async(to, tables.buffer.slice(at..at + bytes.len())?)?;
+        Ok(self.uploads.record(&tables.free)?)
     }
 }

@@ -43,9 +43,10 @@ pub(super) enum Pristine {
     Embedding,
 }
 
-/// Elements of the modules that are packed and merged together, about: enough to fill the device for some hundred
-/// microseconds, few enough for the host to be done with the first of them soon.
+/// Elements of the modules that are merged together, about: enough to fill the device for some hundred microseconds. The
+/// first groups are smaller, a quarter of it, two quarters and three, so that the device begins soon.
 const GROUP_ELEMENTS: usize = 400_000_000;
+const RISE: usize = 4;
 
 /// Modules that are packed, uploaded and merged together.
 #[derive(Debug)]
@@ -286,7 +287,7 @@ fn cut(place: PristineCopy, members: &[usize], elements: impl Fn(usize) -> usize
     for &module in members {
         let next = module / Projection::ALL.len();
         let begins = match place {
-            PristineCopy::Device => size >= GROUP_ELEMENTS && next != layer,
+            PristineCopy::Device => size >= GROUP_ELEMENTS / RISE * groups.len().min(RISE) && next != layer,
             PristineCopy::Pinned | PristineCopy::File => next != layer,
         };
         match groups.last_mut() {
@@ -527,37 +528,38 @@ impl CudaBackend {
             adapters.step(RefreshStep::Commit(module))?;
             adapters.fetch(stream, weights, module, served(weights, config, module)?)?;
         }
+        let cuts: Vec<&Vec<usize>> = cuts.iter().filter(|members| !members.is_empty()).collect();
+        let of_groups: Vec<Vec<(&str, &ModuleUpdate)>> = cuts
+            .iter()
+            .map(|members| {
+                let updates = members
+                    .iter()
+                    .filter_map(|m| Some((specs[*m].name.as_str(), *updates.get(m)?)));
+                updates.collect()
+            })
+            .collect();
         let mut groups = Vec::with_capacity(cuts.len());
-        for members in cuts.iter().filter(|members| !members.is_empty()) {
-            adapters.step(RefreshStep::Prepare(members[0]))?;
-            let of_group: Vec<(&str, &ModuleUpdate)> = members
-                .iter()
-                .filter_map(|m| Some((specs[*m].name.as_str(), *updates.get(m)?)))
-                .collect();
-            let Some((kernels, mut workspace)) = adapters.kernels.take() else {
-                break;
-            };
-            let needs_weights = |u: &ModuleUpdate| u.terms().iter().any(|t| t.magnitude.is_some());
-            let fill = of_group.iter().any(|(_, u)| needs_weights(u));
-            let plan = adapters
-                .targets(stream, config, weights, members, fill)
-                .and_then(|targets| {
-                    Ok(MergePlan::new(
-                        &kernels,
-                        &mut workspace,
-                        stream,
-                        &of_group,
-                        &targets,
-                    )?)
-                });
+        if let Some((kernels, mut workspace)) = adapters.kernels.take() {
+            let plans: Vec<_> = of_groups.iter().map(Vec::as_slice).collect();
+            let made = workspace.make_plans(&plans, |plans| -> Result<()> {
+                for (members, updates) in cuts.iter().zip(&of_groups) {
+                    adapters.step(RefreshStep::Prepare(members[0]))?;
+                    let needs_weights = |u: &ModuleUpdate| u.terms().iter().any(|t| t.magnitude.is_some());
+                    let fill = updates.iter().any(|(_, u)| needs_weights(u));
+                    let targets = adapters.targets(stream, config, weights, members, fill)?;
+                    let mut plan = plans.next(&kernels, stream, &targets)?;
+                    adapters.step(RefreshStep::Commit(members[0]))?;
+                    let targets = adapters.targets(stream, config, weights, members, true)?;
+                    plan.run(&kernels, plans.workspace(), stream, &targets)?;
+                    groups.push(Group {
+                        modules: (*members).clone(),
+                        plan,
+                    });
+                }
+                Ok(())
+            });
             adapters.kernels = Some((kernels, workspace));
-            let mut group = Group {
-                modules: members.clone(),
-                plan: plan?,
-            };
-            adapters.step(RefreshStep::Commit(members[0]))?;
-            adapters.merge(stream, config, weights, &mut group)?;
-            groups.push(group);
+            made?;
         }
         if let Some(&module) = biases.keys().chain(adapters.biases.keys()).next() {
             adapters.step(RefreshStep::Commit(module))?;
@@ -604,22 +606,22 @@ mod tests {
     fn groups_hold_whole_layers_in_order() {
         let members: Vec<usize> = (0..36 * 7).chain([36 * 7]).collect();
         let elements = |_: usize| 15_000_000;
-        for (place, expected) in [
-            // 27 modules reach the size, in the fourth layer.
-            (PristineCopy::Device, 28),
-            (PristineCopy::Pinned, 7),
-            (PristineCopy::File, 7),
+        for (place, first, most) in [
+            // 27 modules reach the size, in the fourth layer, and 7 a quarter of it.
+            (PristineCopy::Device, [7, 14, 21, 28, 28], 28),
+            (PristineCopy::Pinned, [7; 5], 7),
+            (PristineCopy::File, [7; 5], 7),
         ] {
             let groups = cut(place, &members, elements);
             assert_eq!(groups.concat(), members);
-            assert!(groups.iter().all(|g| g.len() <= expected), "{place:?}");
-            assert_eq!(groups[0].len(), expected, "{place:?}");
+            assert!(groups.iter().all(|g| g.len() <= most), "{place:?}");
+            assert!(groups.iter().map(Vec::len).take(5).eq(first), "{place:?}");
             assert!(groups.iter().all(|g| g[0] % 7 == 0));
         }
         assert!(cut(PristineCopy::Device, &[], elements).is_empty());
         // Adapters on one projection of each layer are as good.
         let some: Vec<usize> = (0..36).map(|layer| 7 * layer).collect();
-        assert_eq!(cut(PristineCopy::Device, &some, elements).len(), 2);
+        assert_eq!(cut(PristineCopy::Device, &some, elements).len(), 3);
         assert_eq!(cut(PristineCopy::File, &some, elements).len(), 36);
     }
 }
