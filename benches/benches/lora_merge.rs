@@ -39,19 +39,26 @@ fn merge(c: &mut Criterion) {
     });
     assert_eq!(out, w0);
 
-    for r in [1, 8, 16, 32, 128] {
-        let term = LowRankTerm {
+    for r in [1, 4, 8, 16, 32, 128] {
+        let terms = [(); 2].map(|()| LowRankTerm {
             r,
             left: Arc::from(draw(ROWS * r, 0.01)),
             right: Arc::from(draw(r * COLUMNS, 0.02)),
             scaling: 2.0,
             magnitude: None,
-        };
-        let exact = exact(&w0, &term);
-        let update = ModuleUpdate::from_terms(ROWS, COLUMNS, vec![term]).expect("the shapes fit");
-        group.bench_function(format!("rank {r}"), |b| {
-            b.iter(|| merge_into(black_box(&w0), &update, &mut out).expect("it is finite"));
         });
+        let exact = exact(&w0, &terms[0]);
+        let update = |term| ModuleUpdate::from_terms(ROWS, COLUMNS, vec![term]).expect("the shapes fit");
+        let updates = terms.map(update);
+        // By turns, as a refresh changes what was merged before.
+        let mut turn = 0;
+        group.bench_function(format!("rank {r}"), |b| {
+            b.iter(|| {
+                turn = 1 - turn;
+                merge_into(black_box(&w0), &updates[turn], &mut out).expect("it is finite")
+            });
+        });
+        merge_into(&w0, &updates[0], &mut out).expect("it is finite");
         assert_eq!(out[5 * COLUMNS..6 * COLUMNS], exact, "row 5 is correctly rounded");
     }
     group.finish();
