@@ -116,14 +116,15 @@ fn spec(form: Form) -> KernelSpec {
         x_ring,
     } = form;
     let limits = Limits {
-        // A few words of what a stage needs at its end, outside the loop.
+        // A few words of what a box, a stage's end and adapters need, outside the loop of products.
         spill_bytes: match (columns, warps) {
-            (8, 16) => 32,
+            (8, 8) => 0,
+            (8, _) => 32,
+            (16, _) => 160,
             (32, _) => 256,
-            (FOUR_BIT_LAYER_ROWS, _) => 700,
-            _ => 0,
+            _ => 700,
         },
-        stack_bytes: if columns > 16 || warps > 8 { 112 } else { 0 },
+        stack_bytes: if (columns, warps) == (8, 8) { 0 } else { 112 },
         ..Limits::registers(168)
     };
     let beside = if low_rank { ", adapters" } else { "" };
