@@ -5,7 +5,7 @@
 use libfuzzer_sys::fuzz_target;
 
 #[allow(dead_code, reason = "the property tests also read the counts of outcomes")]
-#[path = "../../paged-kv/tests/model/mod.rs"]
+#[path = "../../paged-kv/tests/cpu/model/mod.rs"]
 mod model;
 
 fuzz_target!(|data: &[u8]| {
