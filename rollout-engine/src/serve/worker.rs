@@ -483,6 +483,10 @@ impl Worker {
         match engine.step() {
             Ok(events) => {
                 self.shared.count_busy(begin.elapsed());
+                // Whoever has an answer finds it counted.
+                if events.iter().any(|event| matches!(event, Event::Finished { .. })) {
+                    self.publish();
+                }
                 events.into_iter().for_each(|event| self.deliver(event));
             }
             Err(error) => {
