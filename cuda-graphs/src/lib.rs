@@ -26,6 +26,7 @@
 #![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
 
 mod buckets;
+mod cases;
 mod error;
 mod report;
 
@@ -81,6 +82,7 @@ mod tuning;
 mod verify;
 
 pub use buckets::BucketSet;
+pub use cases::{FEW_CASES_VARIABLE, cases, few_cases};
 pub use error::{Error, Result};
 pub use report::{BucketReport, CaptureReport, ReplayStats};
 
@@ -90,10 +92,7 @@ pub use {
     buffer::{DeviceBuffer, DeviceMemory, DeviceSlice},
     cache::{CACHE_VARIABLE, CacheLocation},
     capture::{Capture, Graph},
-    check::{
-        FEW_CASES_VARIABLE, REQUIRE_NVRTC_VARIABLE, UsageRow, UsageTable, assert_kernels_compile, cases,
-        check_kernels, few_cases,
-    },
+    check::{REQUIRE_NVRTC_VARIABLE, UsageRow, UsageTable, assert_kernels_compile, check_kernels},
     compiler::{Compiler, CompilerOptions, Cubin},
     cubin::{ResourceUsage, resource_usage},
     device::{Device, DeviceInfo, MemoryInfo},

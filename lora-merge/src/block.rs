@@ -171,14 +171,19 @@ impl Block<'_> {
             (true, _) => self.pairs::<S, H, W, true, true>(simd, own, row, factors, (w0, out), found),
         }
         for panel in 2 * pairs..w0.len().div_ceil(W) {
-            let ([right], norms) = (
-                [self.panels.range::<W>(panel..panel + 1).0],
-                &self.panels.range::<W>(panel..panel + 1).1[0],
-            );
+            let (right, norms) = self.panels.range::<W>(panel..panel + 1);
             let [sums] = tile::multiply_row::<S, H, 1>(simd, own, [right]);
             let columns = panel * W..(panel * W + W).min(w0.len());
             let (w0, out) = (&w0[columns.clone()], &mut out[columns.clone()]);
-            self.edge(simd, (row, columns.start), factors, sums, norms, (w0, out), found);
+            self.edge(
+                simd,
+                (row, columns.start),
+                factors,
+                sums,
+                &norms[0],
+                (w0, out),
+                found,
+            );
         }
     }
 

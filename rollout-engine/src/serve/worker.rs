@@ -415,9 +415,7 @@ impl Worker {
         let (Some(side_by_side), Some(engine)) = (&mut self.side_by_side, &mut self.engine) else {
             return Ok(());
         };
-        let jobs = &self.jobs;
-        let used = |policy: &Policy| jobs.values().any(|job| job.policy.version == policy.version);
-        let added = side_by_side.add(engine, policy, used);
+        let added = side_by_side.add(engine, policy, |policy| in_use(&self.jobs, policy));
         added.map_err(|error| error.to_string())
     }
 
@@ -426,9 +424,7 @@ impl Worker {
         let (Some(side_by_side), Some(engine)) = (&mut self.side_by_side, &mut self.engine) else {
             return;
         };
-        let jobs = &self.jobs;
-        let used = |policy: &Policy| jobs.values().any(|job| job.policy.version == policy.version);
-        if let Err(error) = side_by_side.tidy(engine, used) {
+        if let Err(error) = side_by_side.tidy(engine, |policy| in_use(&self.jobs, policy)) {
             tracing::warn!(%error, "adapters that nobody needs are kept");
         }
     }
@@ -595,4 +591,9 @@ impl Worker {
 
 fn not_in_force(policy: &Policy, reason: &str) -> ApiError {
     ApiError::internal(format!("{:?} cannot be put in force: {reason}", policy.name))
+}
+
+/// Whether a request that has not ended asks for a policy.
+fn in_use(jobs: &HashMap<JobId, JobState>, policy: &Policy) -> bool {
+    jobs.values().any(|job| job.policy.version == policy.version)
 }
