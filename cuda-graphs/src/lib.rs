@@ -99,7 +99,7 @@ pub use {
     graph_cache::{CaptureOptions, GraphCache, Rows, StaticBuffers},
     kernel::{Kernel, LaunchConfig, MAX_PARAMETER_BYTES, Module},
     library::LIBRARY_PATH_VARIABLE,
-    matmul::{Matmul, MatmulDims, MatmulElement, MatmulOptions, MatmulReport},
+    matmul::{Matmul, MatmulDims, MatmulElement, MatmulOptions, MatmulReport, kernel_specs},
     pinned::{PinnedBuffer, PinnedSlice},
     pool::{MemoryPool, PoolSlice},
     spec::{Archs, EntryPoint, Header, KernelSpec, Limits},

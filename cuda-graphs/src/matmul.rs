@@ -1,25 +1,27 @@
-//! Matrix products by cuBLASLt, with the algorithm chosen by timing.
+//! Matrix products by cuBLASLt, with the algorithm chosen by timing, or by a plain kernel.
 //!
 //! `Y[m, n] = X[m, k] · W[n, k]ᵀ (+ residual[m, n])`, all row-major, X and W bf16, sums in f32. W is laid out as in
 //! Hugging Face's files. For each class of row counts several of the library's algorithms are timed once on the
 //! device, with the L2 cache flushed before each run as it is in a model, and the fastest is kept, in memory and on
 //! disk. The result of a product depends on its shape and the choice alone.
 
-use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+mod library;
+mod plain;
 
 use bytemuck::Pod;
 use half::bf16;
 
-use crate::blas::{ALIGNMENT, Addresses, Algorithm, BlasLt, Handle, Product, TYPE_BF16, TYPE_F32};
+use crate::blas::{ALIGNMENT, Addresses, TYPE_BF16, TYPE_F32};
 use crate::buffer::{DeviceBuffer, DeviceSlice};
 use crate::cache::CacheLocation;
-use crate::choices::{Choice, ChoiceFile};
+use crate::compiler::Compiler;
 use crate::error::{Error, Result};
-use crate::invariance::{BLOCK, Reference};
+use crate::invariance::BLOCK;
 use crate::stream::Stream;
-use crate::tuning::{Tuner, row_class};
+use library::{CublasLt, PlanKey};
+use plain::PlainProducts;
+
+pub use plain::kernel_specs;
 
 /// Element types of a product's output.
 ///
@@ -146,39 +148,12 @@ impl MatmulOptions {
 /// println!("{} us, the best of {} algorithms", report.microseconds, report.tried);
 /// # Ok::<(), cuda_graphs::Error>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
 pub struct MatmulReport {
     /// Its time when it was chosen, for the class's largest row count, microseconds; 0 if it was not timed.
     pub microseconds: f64,
-    /// How many algorithms were compared.
+    /// How many algorithms were compared; 0 for [plain](Matmul::plain) products.
     pub tried: usize,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct PlanKey {
-    dims: MatmulDims,
-    /// Elements from a row of Y to the next.
-    stride: usize,
-    output: std::ffi::c_int,
-    residual: bool,
-}
-
-/// Descriptors and algorithm of one exact shape.
-#[derive(Debug)]
-struct Plan {
-    product: Product,
-    algorithm: Algorithm,
-    report: MatmulReport,
-    /// Whether it has run outside a capture, so that the library's kernel is loaded.
-    has_run: AtomicBool,
-}
-
-#[derive(Debug)]
-struct State {
-    plans: HashMap<PlanKey, Arc<Plan>>,
-    /// Of products whose rows are invariant, by the key of one with no rows.
-    references: HashMap<PlanKey, Reference>,
-    choices: BTreeMap<String, Choice>,
 }
 
 /// Matrix products on one stream.
@@ -203,29 +178,16 @@ struct State {
 /// ```
 #[derive(Debug)]
 pub struct Matmul {
-    lt: &'static BlasLt,
-    handle: Handle,
     stream: Stream,
-    workspace: DeviceBuffer<u8>,
-    /// Shared by the graphs that captured products.
-    owner: Arc<DeviceBufferOwner>,
-    algorithms: usize,
     row_invariant: bool,
-    split_k: bool,
-    /// Choices under other options than the default are kept apart.
-    class: String,
-    file: ChoiceFile,
-    state: Mutex<State>,
+    by: By,
 }
 
-/// Nothing but a share of the workspace's memory, for graphs to keep.
-type DeviceBufferOwner = crate::buffer::Allocation;
-
-impl Drop for Matmul {
-    fn drop(&mut self) {
-        // The handle is destroyed next, in the context it was made in.
-        let _ = self.stream.bound();
-    }
+/// What computes.
+#[derive(Debug)]
+enum By {
+    CublasLt(Box<CublasLt>),
+    Plain(PlainProducts),
 }
 
 impl Matmul {
@@ -242,28 +204,27 @@ impl Matmul {
     /// # Errors
     /// As [`Matmul::new`].
     pub fn with_options(stream: &Stream, options: &MatmulOptions) -> Result<Self> {
-        crate::capture::forbid("cublasLtCreate")?;
-        let lt = BlasLt::of_process()?;
-        stream.bound()?;
-        let handle = lt.handle()?;
-        let workspace = DeviceBuffer::zeroed(stream.device(), options.workspace_bytes)?;
-        let file = ChoiceFile::new(&options.cache, stream.device().info(), lt.version);
         Ok(Self {
-            lt,
-            handle,
             stream: stream.clone(),
-            owner: workspace.as_slice().owner().clone(),
-            workspace,
-            algorithms: options.algorithms.max(1),
             row_invariant: options.row_invariant,
-            split_k: options.split_k,
-            class: options.class(),
-            state: Mutex::new(State {
-                plans: HashMap::new(),
-                references: HashMap::new(),
-                choices: file.load(),
-            }),
-            file,
+            by: By::CublasLt(Box::new(CublasLt::new(stream, options)?)),
+        })
+    }
+
+    /// Products on `stream` by a kernel of this crate in place of cuBLASLt: plain tiles, for any shape whose operands begin at
+    /// multiples of 16 bytes. Several times slower; nothing is timed or chosen, cuBLASLt need not be there, and a row's bits
+    /// depend on its own elements alone.
+    ///
+    /// For devices without cuBLASLt, for comparison, and for tools that watch every access of a kernel, which those of a library
+    /// confuse. The kernel is compiled by `compiler`, or taken from its cache.
+    ///
+    /// # Errors
+    /// Those of [`Compiler::load`]. Panics: none.
+    pub fn plain(stream: &Stream, compiler: &Compiler) -> Result<Self> {
+        Ok(Self {
+            stream: stream.clone(),
+            row_invariant: false,
+            by: By::Plain(PlainProducts::load(stream.device(), compiler)?),
         })
     }
 
@@ -347,34 +308,23 @@ impl Matmul {
         residual: Option<DeviceSlice<'_, T>>,
     ) -> Result<()> {
         let at = self.check(dims, stride, [x, w], y, residual)?;
-        let key = PlanKey {
-            dims,
-            stride,
-            output: T::CODE,
-            residual: residual.is_some(),
-        };
-        let plan = self.plan::<T>(key, w)?;
-        if self.stream.is_capturing() && !plan.has_run.load(Ordering::Relaxed) {
-            return Err(Error::NotPrepared {
-                shape: name::<T>(dims, key.residual),
-            });
+        match &self.by {
+            By::CublasLt(library) => {
+                let key = PlanKey {
+                    dims,
+                    stride,
+                    output: T::CODE,
+                    residual: residual.is_some(),
+                };
+                library.run::<T>(key, w, at)?;
+            }
+            By::Plain(plain) => plain.run::<T>(&self.stream, dims, stride, at)?,
         }
-        for owner in [x.owner(), w.owner(), y.owner(), &self.owner] {
+        for owner in [x.owner(), w.owner(), y.owner()] {
             self.stream.keep(owner);
         }
         if let Some(residual) = residual {
             self.stream.keep(residual.owner());
-        }
-        let raw = self.stream.bound()?;
-        // SAFETY: lengths, alignment and device of all operands are checked above; they live until the product is
-        // done, since freeing waits for the device, and as long as a graph that captured it.
-        unsafe {
-            let workspace = (self.workspace.ptr(), self.workspace.len());
-            plan.product
-                .run(self.lt, &self.handle, &plan.algorithm, at, workspace, raw.cast())
-        }?;
-        if !self.stream.is_capturing() {
-            plan.has_run.store(true, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -391,12 +341,6 @@ impl Matmul {
         with_residual: bool,
     ) -> Result<MatmulReport> {
         let w = w.into();
-        let key = PlanKey {
-            dims,
-            stride: dims.n,
-            output: T::CODE,
-            residual: with_residual,
-        };
         let device = self.stream.device();
         let elements = |a: usize, b: usize| {
             a.checked_mul(b)
@@ -410,7 +354,18 @@ impl Matmul {
         let y = DeviceBuffer::<T>::zeroed(device, elements(dims.m, dims.n)?)?;
         self.multiply(dims, &x, w, &y, with_residual.then(|| y.as_slice()))?;
         self.stream.synchronize()?;
-        Ok(self.plan::<T>(key, w)?.report)
+        match &self.by {
+            By::CublasLt(library) => {
+                let key = PlanKey {
+                    dims,
+                    stride: dims.n,
+                    output: T::CODE,
+                    residual: with_residual,
+                };
+                library.report::<T>(key, w)
+            }
+            By::Plain(_) => Ok(MatmulReport::default()),
+        }
     }
 
     /// Rows that a product of `m` rows must be given: `m`, or with [`MatmulOptions::row_invariant`] the next multiple of 64. What
@@ -427,9 +382,12 @@ impl Matmul {
         &self.stream
     }
 
-    /// cuBLASLt's version as it tells it, such as 130000.
-    pub fn library_version(&self) -> usize {
-        self.lt.version
+    /// cuBLASLt's version as it tells it, such as 130000; `None` for [plain](Matmul::plain) products.
+    pub fn library_version(&self) -> Option<usize> {
+        match &self.by {
+            By::CublasLt(library) => Some(library.version()),
+            By::Plain(_) => None,
+        }
     }
 
     fn check<T: MatmulElement>(
@@ -510,193 +468,6 @@ impl Matmul {
             residual: residual.map(|r| r.ptr()),
         })
     }
-
-    /// Descriptors and algorithm of one exact shape, made when first asked for.
-    fn plan<T: MatmulElement>(&self, key: PlanKey, w: DeviceSlice<'_, bf16>) -> Result<Arc<Plan>> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(plan) = state.plans.get(&key) {
-            return Ok(plan.clone());
-        }
-        let MatmulDims { m, n, k } = key.dims;
-        let class = MatmulDims {
-            m: row_class(m),
-            ..key.dims
-        };
-        let class_name = name::<T>(class, key.residual) + &self.class;
-        let product = Product::with_stride(
-            self.lt,
-            [m, n, k],
-            key.stride,
-            T::CODE,
-            name::<T>(key.dims, key.residual),
-        )?;
-        let workspace = self.workspace.len();
-        let tuner = Tuner {
-            lt: self.lt,
-            handle: &self.handle,
-            stream: &self.stream,
-            workspace: (self.workspace.ptr(), workspace),
-            algorithms: self.algorithms,
-            split_k: self.split_k,
-        };
-        let asked = Asked {
-            key,
-            product: &product,
-            class,
-            w,
-        };
-        let choice = match self.row_invariant {
-            true => self.invariant_choice::<T>(&mut state, &tuner, &asked)?,
-            false => self.fastest_choice::<T>(&mut state, &tuner, &asked, class_name)?,
-        };
-        let report = MatmulReport {
-            microseconds: choice.microseconds,
-            tried: choice.tried,
-        };
-        let has_run = AtomicBool::new(false);
-        let plan = Arc::new(Plan {
-            product,
-            algorithm: choice.algorithm,
-            report,
-            has_run,
-        });
-        state.plans.insert(key, plan.clone());
-        Ok(plan)
-    }
-
-    /// The fastest algorithm of the product's class, known or timed now.
-    fn fastest_choice<T: MatmulElement>(
-        &self,
-        state: &mut State,
-        tuner: &Tuner<'_>,
-        asked: &Asked<'_>,
-        class_name: String,
-    ) -> Result<Choice> {
-        let Asked {
-            key,
-            product,
-            class,
-            w,
-        } = *asked;
-        let workspace = self.workspace.len();
-        let known = state.choices.get(&class_name).cloned();
-        match known {
-            Some(choice) if product.accepts(self.lt, &self.handle, &choice.algorithm, workspace) => {
-                Ok(choice)
-            }
-            _ if self.stream.is_capturing() => Err(Error::NotPrepared {
-                shape: name::<T>(key.dims, key.residual),
-            }),
-            known => {
-                let of_class =
-                    Product::new(self.lt, [class.m, class.n, class.k], T::CODE, class_name.clone())?;
-                let fits_class =
-                    |choice: &Choice| of_class.accepts(self.lt, &self.handle, &choice.algorithm, workspace);
-                let choice = match known.filter(fits_class) {
-                    Some(choice) => choice,
-                    None => {
-                        let choice = tuner.choose::<T>(&of_class, class, key.residual, w)?;
-                        // One that was not timed for want of memory is tried again by the next process.
-                        if choice.microseconds > 0.0 {
-                            self.file.add(&class_name, &choice);
-                        }
-                        state.choices.insert(class_name, choice.clone());
-                        choice
-                    }
-                };
-                if product.accepts(self.lt, &self.handle, &choice.algorithm, workspace) {
-                    Ok(choice)
-                } else {
-                    tuner.guess(product)
-                }
-            }
-        }
-    }
-
-    /// The fastest algorithm of the product's class that gives the bits of the shape's reference.
-    fn invariant_choice<T: MatmulElement>(
-        &self,
-        state: &mut State,
-        tuner: &Tuner<'_>,
-        asked: &Asked<'_>,
-    ) -> Result<Choice> {
-        let Asked {
-            key,
-            product,
-            class,
-            w,
-        } = *asked;
-        let not_prepared = || Error::NotPrepared {
-            shape: name::<T>(key.dims, key.residual),
-        };
-        let accepts =
-            |choice: &Choice| product.accepts(self.lt, &self.handle, &choice.algorithm, self.workspace.len());
-        let any_rows = PlanKey {
-            dims: MatmulDims { m: 0, ..key.dims },
-            stride: key.dims.n,
-            ..key
-        };
-        let reference = match state.references.get(&any_rows) {
-            Some(reference) => reference.clone(),
-            None => {
-                let reference_name = format!(
-                    "{}, row-invariant reference",
-                    name::<T>(any_rows.dims, key.residual)
-                );
-                let reference = match state.choices.get(&reference_name) {
-                    Some(choice) => Reference {
-                        choice: choice.clone(),
-                        splits: choice.algorithm.splits(self.lt),
-                    },
-                    None if self.stream.is_capturing() => return Err(not_prepared()),
-                    None => {
-                        let shape = [key.dims.n, key.dims.k];
-                        let reference = tuner.invariant_reference::<T>(shape, key.residual, w)?;
-                        self.file.add(&reference_name, &reference.choice);
-                        reference
-                    }
-                };
-                state.references.insert(any_rows, reference.clone());
-                reference
-            }
-        };
-        // Choices of other references, made when this one's was lost, are not mistaken for its own.
-        let class_name = format!(
-            "{}, row-invariant in {} splits",
-            name::<T>(class, key.residual),
-            reference.splits
-        );
-        if let Some(choice) = state.choices.get(&class_name).filter(|choice| accepts(choice)) {
-            return Ok(choice.clone());
-        }
-        if self.stream.is_capturing() {
-            return Err(not_prepared());
-        }
-        let of_class = Product::new(self.lt, [class.m, class.n, class.k], T::CODE, class_name.clone())?;
-        let choice = tuner.choose_invariant::<T>(&of_class, class, key.residual, w, &reference)?;
-        if choice.microseconds > 0.0 {
-            self.file.add(&class_name, &choice);
-        }
-        state.choices.insert(class_name, choice.clone());
-        [choice, reference.choice]
-            .into_iter()
-            .find(accepts)
-            .ok_or_else(|| Error::Blas {
-                call: "cublasLtMatmulAlgoCheck",
-                shape: name::<T>(key.dims, key.residual),
-                status: "no algorithm with the reference's bits takes this shape".to_string(),
-            })
-    }
-}
-
-/// A product whose algorithm is asked for.
-#[derive(Clone, Copy)]
-struct Asked<'a> {
-    key: PlanKey,
-    product: &'a Product,
-    /// Its dimensions with the row count of its class.
-    class: MatmulDims,
-    w: DeviceSlice<'a, bf16>,
 }
 
 pub(crate) fn name<T: MatmulElement>(dims: MatmulDims, residual: bool) -> String {
@@ -707,6 +478,7 @@ pub(crate) fn name<T: MatmulElement>(dims: MatmulDims, residual: bool) -> String
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::blas::BlasLt;
 
     #[test]
     fn products_are_named_by_shape_type_and_residual() {

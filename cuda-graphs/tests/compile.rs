@@ -367,3 +367,8 @@ fn a_file_that_is_no_nvrtc_is_a_typed_error() {
         Err(Error::UnusableLibrary { .. })
     ));
 }
+
+#[test]
+fn kernels_compile_for_every_architecture() {
+    cuda_graphs::assert_kernels_compile(&cuda_graphs::kernel_specs());
+}

@@ -30,6 +30,10 @@ pub struct MatrixKernelOptions {
     /// Whether algorithms that split a product along k may be taken. Default: true.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub split_k: Option<bool>,
+    /// Whether cuBLASLt computes the products that have no kernel of their own; `false` for a plain kernel, which is several
+    /// times slower: where that library is missing, for comparison, and under tools that its kernels confuse. Default: true.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub library: Option<bool>,
 }
 
 impl FromStr for MatrixKernelOptions {
@@ -56,6 +60,7 @@ impl MatrixKernelOptions {
             layer_kernel_rows: self.layer_kernel_rows.or(others.layer_kernel_rows),
             algorithms: self.algorithms.or(others.algorithms),
             split_k: self.split_k.or(others.split_k),
+            library: self.library.or(others.library),
         }
     }
 

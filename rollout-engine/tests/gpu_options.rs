@@ -80,6 +80,7 @@ fn options_take_effect_and_change_no_more_than_the_order_of_sums() {
         r#"{"prefill": {"USE_TMA": false, "num_stages": 2, "blocks_per_multiprocessor": 1}}"#,
         r#"{"matrix": {"layer_kernel_rows": 0}}"#,
         r#"{"matrix": {"split_k": false, "algorithms": 2}}"#,
+        r#"{"matrix": {"library": false}}"#,
     ] {
         let runner = open(kernels).unwrap();
         let given: KernelOptions = kernels.parse().unwrap();
@@ -97,6 +98,8 @@ fn options_take_effect_and_change_no_more_than_the_order_of_sums() {
         expect("block_m", given.prefill.block_m, prefill.block_m);
         expect("block_n", given.prefill.block_n, prefill.block_n);
         expect("stages", given.prefill.stages, prefill.stages);
+        let library = runner.backend().library_version().is_some();
+        assert_eq!(library, given.matrix.library.unwrap_or(library), "{kernels}");
         let forced = given.prefill.kernel.is_some() || given.prefill.use_tma.is_some();
         assert!(!forced || !prefill.warpgroup_products, "{kernels}");
         let (completions, scheduler) = run(runner, Vec::new(), true);

@@ -6,6 +6,7 @@ mod buffers;
 mod capture;
 mod kernels;
 mod matmul;
+mod plain_product;
 mod support;
 
 #[test]

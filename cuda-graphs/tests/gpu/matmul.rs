@@ -14,13 +14,20 @@ fn matmul(stream: &Stream, folder: &std::path::Path) -> Matmul {
     Matmul::with_options(stream, &options).unwrap()
 }
 
-fn random(seed: u64, count: usize) -> Vec<bf16> {
+pub(crate) fn random(seed: u64, count: usize) -> Vec<bf16> {
     numbers(seed, count).map(bf16::from_f32).collect()
 }
 
 /// Checks some elements of `y` against sums in f64: within what f32 sums in any order and one rounding to the output's
 /// type may lose.
-fn check(dims: MatmulDims, x: &[bf16], w: &[bf16], residual: Option<&[f32]>, y: &[f32], rounding: f64) {
+pub(crate) fn check(
+    dims: MatmulDims,
+    x: &[bf16],
+    w: &[bf16],
+    residual: Option<&[f32]>,
+    y: &[f32],
+    rounding: f64,
+) {
     let MatmulDims { m, n, k } = dims;
     let stride = (m * n / 3000).max(1);
     for index in (0..m * n).step_by(stride).chain([m * n - 1]) {
@@ -42,7 +49,7 @@ fn check(dims: MatmulDims, x: &[bf16], w: &[bf16], residual: Option<&[f32]>, y: 
     }
 }
 
-fn case<T: MatmulElement + Into<f32>>(
+pub(crate) fn case<T: MatmulElement + Into<f32>>(
     stream: &Stream,
     matmul: &Matmul,
     dims: MatmulDims,
@@ -106,7 +113,12 @@ fn a_vocabulary_that_is_no_multiple_of_anything_works() {
 }
 
 /// A wide product piece by piece: every column once, and nothing beside a piece.
-fn pieces<T: MatmulElement + Into<f32>>(stream: &Stream, matmul: &Matmul, m: usize, rounding: f64) {
+pub(crate) fn pieces<T: MatmulElement + Into<f32>>(
+    stream: &Stream,
+    matmul: &Matmul,
+    m: usize,
+    rounding: f64,
+) {
     let (stride, k, most) = (2560, 192, 1024);
     let (x, w) = (random(1, m * k), random(2, stride * k));
     let x_device = DeviceBuffer::from_slice(stream, &x).unwrap();

@@ -10,9 +10,10 @@
 //! What it gives up: the persistent kernels of small decode steps, the products with norms inside of middle ones, reads of a
 //! prefix for several sequences at once, and the kernel that is made for prompts.
 
-use cuda_graphs::{Compiler, Matmul, MatmulOptions};
+use cuda_graphs::{Compiler, MatmulOptions};
 
 use super::CudaBackend;
+use super::options::products;
 use super::workspace::Workspace;
 use crate::{Error, FusedMatrix, Result};
 
@@ -49,14 +50,13 @@ impl CudaBackend {
         let widest = narrow.into_iter().max().unwrap_or(0);
         let defaults = MatmulOptions::default();
         let splits_bytes = MOST_SPLITS * max_rows.next_multiple_of(64) * widest * size_of::<f32>();
-        self.matmul = Matmul::with_options(
-            &self.stream,
-            &MatmulOptions {
-                row_invariant: true,
-                workspace_bytes: defaults.workspace_bytes.max(splits_bytes),
-                ..defaults
-            },
-        )?;
+        let invariant = MatmulOptions {
+            row_invariant: true,
+            workspace_bytes: defaults.workspace_bytes.max(splits_bytes),
+            ..defaults
+        };
+        // The plain kernel's rows are invariant anyway.
+        self.matmul = products(&self.stream, compiler, &options.kernels.matrix, &invariant)?;
         let padded = |rows| self.matmul.padded_rows(rows);
         let device = self.stream.device();
         self.workspace = Workspace::new(device, config, max_rows, options.max_batch_size, padded)?;

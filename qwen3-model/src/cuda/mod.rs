@@ -66,7 +66,7 @@ use attention::Attention;
 use decode_layers::LayerKernel;
 use four_bit::FourBit;
 use inputs::{DecodeInputs, PackedInputs, Sampled};
-use options::matmul_options;
+use options::{matmul_options, products};
 use results::Results;
 use staging::Staging;
 use steps::TOKEN_STATES;
@@ -219,7 +219,8 @@ impl CudaBackend {
         options.check(&config)?;
         let kernels = Kernels::load(compiler, device, &config)?;
         let stream = Stream::new(device)?;
-        let matmul = Matmul::with_options(&stream, &matmul_options(&options.kernels.matrix))?;
+        let matrix = &options.kernels.matrix;
+        let matmul = products(&stream, compiler, matrix, &matmul_options(matrix))?;
         let attention = Attention::new(&stream, compiler, &config, &options)?;
         let layer_kernel = LayerKernel::new(device, compiler, &config, &options)?;
         let wide_products = Wide::new(device, compiler, &config, &options)?;
@@ -300,6 +301,11 @@ impl CudaBackend {
     /// The sizes it was made with.
     pub fn options(&self) -> &CudaOptions {
         &self.options
+    }
+
+    /// Version of the cuBLASLt that computes products, such as 130000; `None` if the plain kernel does.
+    pub fn library_version(&self) -> Option<usize> {
+        self.matmul.library_version()
     }
 
     /// The options that attention runs with: of decode steps, and of packed ones.

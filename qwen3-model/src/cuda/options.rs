@@ -1,6 +1,6 @@
 //! Sizes of a backend and options of its kernels.
 
-use cuda_graphs::MatmulOptions;
+use cuda_graphs::{Compiler, Matmul, MatmulOptions, Stream};
 use paged_kv::PageTableConfig;
 
 use crate::launch::MAX_ROWS;
@@ -111,6 +111,19 @@ impl CudaOptions {
 
 /// What the kinds of kernel options are called in errors.
 const MATRIX_OPTIONS: &str = "matrix_kernel_options";
+
+/// Products on `stream` as they are asked for, `options` for those of cuBLASLt.
+pub(super) fn products(
+    stream: &Stream,
+    compiler: &Compiler,
+    given: &MatrixKernelOptions,
+    options: &MatmulOptions,
+) -> Result<Matmul> {
+    Ok(match given.library {
+        Some(false) => Matmul::plain(stream, compiler)?,
+        _ => Matmul::with_options(stream, options)?,
+    })
+}
 
 pub(super) fn matmul_options(given: &MatrixKernelOptions) -> MatmulOptions {
     let default = MatmulOptions::default();

@@ -20,8 +20,8 @@ pub(super) struct KernelArgs {
     #[arg(long, value_name = "JSON", default_value = "{}", hide_default_value = true)]
     prefill_kernel_options: PrefillKernelOptions,
 
-    /// Options of a GPU's matrix products, a JSON object of: layer_kernel_rows, algorithms, split_k. Default: the device's best
-    /// as far as we know.
+    /// Options of a GPU's matrix products, a JSON object of: layer_kernel_rows, algorithms, split_k, library (false: a
+    /// plain kernel in place of cuBLASLt). Default: the device's best as far as we know.
     #[arg(long, value_name = "JSON", default_value = "{}", hide_default_value = true)]
     matrix_kernel_options: MatrixKernelOptions,
 
