@@ -16,32 +16,9 @@
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
 #endif
-#include "rope.cuh"
+#include "rope_write.cuh"
 
 #define ROPE_WARPS 8
-
-struct QkvRopeWriteParams {
-    const u16* qkv;
-    const float* q_norm;   // f32 [HEAD_DIM]
-    const float* k_norm;   // f32 [HEAD_DIM]
-    const float* cos_sin;  // f32 [n_positions, HEAD_DIM]: HEAD_DIM / 2 cosines, then as many sines
-    const int* positions;  // [rows]
-    const int* slots;      // [rows]
-    const int* page_table; // [n_slots, max_pages]
-    u16* q;
-    u16* k_cache;
-    u16* v_cache;
-    u64 q_row_stride;
-    u64 tokens_per_head; // n_pages * page_size
-    u32 rows;
-    u32 q_heads;
-    u32 kv_heads;
-    u32 page_size;
-    u32 n_slots;
-    u32 max_pages;
-    u32 n_positions;
-    float eps;
-};
 
 __device__ __forceinline__ void load_part(const u16* from, float (&out)[PAIRS]) {
 #if PAIRS == 2
@@ -79,30 +56,10 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     load_part(in + low, a);
     load_part(in + high, b);
 
-    const u32 position = (u32)p.positions[row];
-    const bool is_q = head < p.q_heads;
-    const bool is_v = head >= p.q_heads + p.kv_heads;
+    if (head < p.q_heads + p.kv_heads) norm_and_rotate(a, b, rotation_of(p, head, row, lane), p.eps);
 
-    if (!is_v) {
-        const u32 angle = position < p.n_positions ? position : p.n_positions - 1;
-        norm_and_rotate(a, b, load_rotation(is_q ? p.q_norm : p.k_norm, p.cos_sin + (u64)angle * HEAD_DIM, lane), p.eps);
-    }
-
-    if (is_q) {
-        u16* out = p.q + (u64)row * p.q_row_stride + (u64)head * HEAD_DIM;
-        store_part(out + low, a);
-        store_part(out + high, b);
-        return;
-    }
-    const u32 slot = (u32)p.slots[row];
-    const u32 logical_page = position / p.page_size;
-    if (slot >= p.n_slots || logical_page >= p.max_pages) return;
-    const int page = p.page_table[(u64)slot * p.max_pages + logical_page];
-    if (page < 0) return;
-    const u64 token = (u64)page * p.page_size + position % p.page_size;
-    if (token >= p.tokens_per_head) return;
-    const u32 kv_head = is_v ? head - p.q_heads - p.kv_heads : head - p.q_heads;
-    u16* out = (is_v ? p.v_cache : p.k_cache) + ((u64)kv_head * p.tokens_per_head + token) * HEAD_DIM;
+    u16* out = place_of(p, head, row);
+    if (!out) return;
     store_part(out + low, a);
     store_part(out + high, b);
 }

@@ -5,6 +5,8 @@
 //   TO_GATED      bf16 [rows, N / 2] = silu(gate) · up
 //   TO_BF16       bf16 [rows, N]
 //   TO_F32        f32 [rows, N]
+//   TO_HEADS      bf16 [rows, N]: queries                 keys and values into the cache, normed and rotated: see
+//                                                         qkv_rope_write.cu
 //
 // RMSNorm divides a row by one number. A product over `normed` is scaled by it afterwards, so that the kernel before need
 // not know whole rows: it leaves sums of squares of 64 columns each.
@@ -25,20 +27,25 @@
 // of the blocks. The order of every sum depends on the matrix's shape, the grid and COLUMNS alone: a row's bits do not
 // depend on the other rows.
 //
-// A tile of gate and up has 8 rows of each in turn, so that a thread holds both of an element.
+// A tile of gate and up has 8 rows of each in turn, so that a thread holds both of an element. A tile of queries, keys and
+// values is a head.
 #pragma once
+#define HEAD_DIM 128
 #include "hopper.cuh"
+#include "rope_write.cuh"
 #include "wgmma.cuh"
 
 #define TO_RESIDUAL 0
 #define TO_GATED 1
 #define TO_BF16 2
 #define TO_F32 3
+#define TO_HEADS 4
 
 #define WIDE_CONSUMERS 256 // threads that multiply; after them a warp for weights, one for activations, one for the exchange
 #define WIDE_THREADS (WIDE_CONSUMERS + 96)
 #define W_SLOT_BYTES 16384
-#define SQUARES_AT_ONCE 20 // loads that are asked for together
+#define HEAD_PITCH (HEAD_DIM + 8) // so that batch rows lie in different banks
+#define SQUARES_AT_ONCE 10 // loads that are asked for together
 
 // Weights are read once: they shall not drive activations and sums out of the L2 cache.
 __device__ __forceinline__ u64 evict_first() {
@@ -88,7 +95,7 @@ struct WideParams {
     u32 tiles;          // of 128 rows of the weight
     u32 split_tiles;    // the first so many are cut into shares
     u32 split_units;    // split_tiles · chunks
-    u32 split_blocks; // that take a share
+    u32 split_blocks;   // that take a share
     float inverse_k;
     float eps;
     u32 unused[3];
@@ -116,8 +123,8 @@ struct WideWork {
         const u32 block = blockIdx.x;
         unit = end = 0;
         if (block < p.split_blocks) {
-            unit = (u32)((u64)block * p.split_units / p.split_blocks);
-            end = (u32)((u64)(block + 1) * p.split_units / p.split_blocks);
+            unit = block * p.split_units / p.split_blocks;
+            end = (block + 1) * p.split_units / p.split_blocks;
         }
         whole = p.split_tiles + block;
     }
@@ -139,7 +146,7 @@ struct WideWork {
 };
 // The block whose share has the unit.
 __device__ __forceinline__ u32 block_of(const WideParams& p, u32 unit) {
-    return (u32)(((u64)(unit + 1) * p.split_blocks + p.split_units - 1) / p.split_units) - 1;
+    return ((unit + 1) * p.split_blocks + p.split_units - 1) / p.split_units - 1;
 }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
@@ -210,42 +217,154 @@ __device__ __forceinline__ void finish(const WideParams& p, u32 feature, u32 tok
     }
 }
 
-// 1 / root mean square of each batch row, from the sums that the kernel before left, by one warp: four batch rows a lane.
-template <int COLUMNS>
-__device__ __forceinline__ void find_scales(const WideParams& p, float* scales, u32 lane) {
-    constexpr u32 QUADS = COLUMNS / 4, PARTS = QUADS < 32 ? 32 / QUADS : 1;
+// 1 / root mean square of each batch row, from the sums that the kernel before left, by one warp: a quarter of the sums of
+// four batch rows a lane, so that the order does not depend on COLUMNS.
+template <int COLUMNS, class Params>
+__device__ __forceinline__ void find_scales(const Params& s, float* scales, u32 lane) {
 #pragma unroll 1
-    for (u32 quad = lane / PARTS; quad < QUADS; quad += 32 / PARTS) {
+    for (u32 quad = lane / 4; quad < COLUMNS / 4; quad += 8) {
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (p.squares_in)
+        if (s.squares_in)
 #pragma unroll 1
-            for (u32 i = lane % PARTS; i < p.chunks; i += PARTS * SQUARES_AT_ONCE) {
+            for (u32 i = lane % 4; i < s.chunks; i += 4 * SQUARES_AT_ONCE) {
                 float4 x[SQUARES_AT_ONCE];
 #pragma unroll
                 for (u32 q = 0; q < SQUARES_AT_ONCE; ++q) {
                     x[q] = make_float4(0.f, 0.f, 0.f, 0.f);
-                    const u32 slot = i + q * PARTS;
-                    if (slot < p.chunks) x[q] = __ldcg(reinterpret_cast<const float4*>(p.squares_in + slot * COLUMNS) + quad);
+                    const u32 slot = i + q * 4;
+                    if (slot < s.chunks) x[q] = __ldcg(reinterpret_cast<const float4*>(s.squares_in + slot * COLUMNS) + quad);
                 }
 #pragma unroll
                 for (u32 q = 0; q < SQUARES_AT_ONCE; ++q) sum.x += x[q].x, sum.y += x[q].y, sum.z += x[q].z, sum.w += x[q].w;
             }
 #pragma unroll
-        for (u32 offset = 1; offset < PARTS; offset <<= 1) {
+        for (u32 offset = 1; offset < 4; offset <<= 1) {
             sum.x += __shfl_xor_sync(FULL_WARP, sum.x, offset);
             sum.y += __shfl_xor_sync(FULL_WARP, sum.y, offset);
             sum.z += __shfl_xor_sync(FULL_WARP, sum.z, offset);
             sum.w += __shfl_xor_sync(FULL_WARP, sum.w, offset);
         }
-        const auto scale = [&](float x) { return p.squares_in ? 1.f / sqrtf(x * p.inverse_k + p.eps) : 1.f; };
+        const auto scale = [&](float x) { return s.squares_in ? 1.f / sqrtf(x * s.inverse_k + s.eps) : 1.f; };
         // Rows beyond the batch get what nobody reads.
-        if (lane % PARTS == 0)
+        if (lane % 4 == 0)
             reinterpret_cast<float4*>(scales)[quad] = make_float4(scale(sum.x), scale(sum.y), scale(sum.z), scale(sum.w));
     }
 }
 
+// A head of a batch row, by one warp: what it is rotated by, and where it goes; null: nowhere.
+struct WideHead {
+    Rotation rotation;
+    u16* out;
+};
+__device__ __forceinline__ WideHead find_head(const QkvRopeWriteParams& p, u32 head, u32 row, u32 lane) {
+    WideHead found = {};
+    if (row >= p.rows) return found;
+    if (head < p.q_heads + p.kv_heads) found.rotation = rotation_of(p, head, row, lane);
+    found.out = place_of(p, head, row);
+    return found;
+}
+
+// Adds up a split tile's sums for some of its batch rows. `shared`: the rings, where they are no longer in use; not read and
+// not written for TO_GATED.
+template <int KIND, int COLUMNS>
+__device__ __forceinline__ void add_up(const WideParams& p, const QkvRopeWriteParams* qkv, u32 tile, const float* scales,
+                                       unsigned char* shared) {
+    constexpr int TILES = COLUMNS / 8;
+    const u32 half = threadIdx.x >> 7, in_half = threadIdx.x & 127, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3;
+    const u32 in_tile = KIND == TO_GATED ? half * 32 + (warp & 3) * 8 + (lane >> 2) : half * 64 + (warp & 3) * 16 + (lane >> 2);
+    const u32 feature = tile * (KIND == TO_GATED ? 64 : 128) + in_tile;
+    const u32 unit = tile * p.chunks, first = block_of(p, unit), last = block_of(p, unit + p.chunks - 1);
+    const u32 sharers = last - first + 1, mine = blockIdx.x - first;
+    const u32 adders = sharers - ((last + 1) * p.split_units / p.split_blocks > unit + p.chunks ? 1 : 0);
+    // A share that began before the tile has its part of the tile second.
+    constexpr u32 PART = 2 * TILES * 128;
+    const u32 second = first * p.split_units / p.split_blocks < unit ? PART : 0;
+    const float4* from = p.partial + first * 2 * PART + half * TILES * 128 + in_half;
+    // Latencies are what counts: everything that fits the registers is asked for at once.
+    constexpr u32 EIGHTS = KIND == TO_BF16 || KIND == TO_HEADS ? 4 : 2, AT_ONCE = KIND == TO_BF16 || KIND == TO_HEADS ? 4 : 8;
+    float* sums = reinterpret_cast<float*>(shared) + half * 4 * COLUMNS;
+    bool waited = false;
+#pragma unroll 1
+    for (u32 n = mine; n < TILES; n += adders * EIGHTS) {
+        WideBeside beside[EIGHTS];
+#pragma unroll
+        for (u32 e = 0; e < EIGHTS; ++e)
+            if (n + e * adders < TILES) load_beside<KIND, COLUMNS>(p, feature, (n + e * adders) * 8 + t * 2, beside[e]);
+        WideHead heads[KIND == TO_HEADS ? EIGHTS : 1];
+        if constexpr (KIND == TO_HEADS)
+#pragma unroll
+            for (u32 e = 0; e < EIGHTS; ++e)
+                heads[e] = find_head(*qkv, tile, n + e * adders < TILES ? (n + e * adders) * 8 + warp : p.rows, lane);
+        if (!waited) exchange_sync(4);
+        waited = true;
+        float v[EIGHTS][4] = {};
+#pragma unroll 1
+        for (u32 s = 0; s < sharers; s += AT_ONCE) {
+            float4 x[EIGHTS][AT_ONCE];
+#pragma unroll
+            for (u32 q = 0; q < AT_ONCE; ++q)
+#pragma unroll
+                for (u32 e = 0; e < EIGHTS; ++e) {
+                    x[e][q] = make_float4(0.f, 0.f, 0.f, 0.f);
+                    if (s + q < sharers && n + e * adders < TILES)
+                        x[e][q] = __ldcg(from + (n + e * adders) * 128 + (s + q) * 2 * PART + (s + q == 0 ? second : 0));
+                }
+#pragma unroll
+            for (u32 q = 0; q < AT_ONCE; ++q)
+#pragma unroll
+                for (u32 e = 0; e < EIGHTS; ++e)
+                    v[e][0] += x[e][q].x, v[e][1] += x[e][q].y, v[e][2] += x[e][q].z, v[e][3] += x[e][q].w;
+        }
+#pragma unroll
+        for (u32 e = 0; e < EIGHTS; ++e) {
+            const u32 row = (n + e * adders) * 8 + t * 2;
+            if (n + e * adders >= TILES) break;
+            float squares[2];
+            if constexpr (KIND == TO_HEADS) {
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i)
+                    reinterpret_cast<u16*>(shared)[(e * 8 + t * 2 + (i & 1)) * HEAD_PITCH + in_tile + (i >> 1) * 8] =
+                        float_to_bf16(v[e][i] * scales[row + (i & 1)]);
+            } else finish<KIND, COLUMNS>(p, feature, row, v[e], beside[e], scales, squares);
+            if constexpr (KIND == TO_RESIDUAL) {
+                // Sums of 16 features each meet in shared memory.
+#pragma unroll
+                for (int b = 0; b < 2; ++b) {
+#pragma unroll
+                    for (int offset = 4; offset < 32; offset <<= 1) squares[b] += __shfl_xor_sync(FULL_WARP, squares[b], offset);
+                    if (lane < 4) sums[(warp & 3) * COLUMNS + row + b] = squares[b];
+                }
+            }
+        }
+        if constexpr (KIND == TO_HEADS) {
+            consumers_sync();
+#pragma unroll
+            for (u32 e = 0; e < EIGHTS; ++e) {
+                if (n + e * adders >= TILES) break;
+                const u32* from = reinterpret_cast<const u32*>(reinterpret_cast<u16*>(shared) + (e * 8 + warp) * HEAD_PITCH) + lane;
+                const u32 low = from[0], high = from[HEAD_DIM / 4];
+                float a[PAIRS] = {bf16_low(low), bf16_high(low)}, b[PAIRS] = {bf16_low(high), bf16_high(high)};
+                if (tile < qkv->q_heads + qkv->kv_heads) norm_and_rotate(a, b, heads[e].rotation, qkv->eps);
+                if (heads[e].out) {
+                    *reinterpret_cast<u32*>(heads[e].out + lane * PAIRS) = pack_bf16(a[0], a[1]);
+                    *reinterpret_cast<u32*>(heads[e].out + HEAD_DIM / 2 + lane * PAIRS) = pack_bf16(b[0], b[1]);
+                }
+            }
+            if (n + adders * EIGHTS < TILES) consumers_sync();
+        }
+    }
+    if (!waited) exchange_sync(4);
+    if constexpr (KIND == TO_RESIDUAL) {
+        consumers_sync();
+        for (u32 token = in_half; token < p.rows; token += 128)
+            if (token / 8 % adders == mine && tile * 128 + half * 64 < p.units)
+                p.squares_out[(tile * 2 + half) * COLUMNS + token] =
+                    sums[token] + sums[COLUMNS + token] + sums[2 * COLUMNS + token] + sums[3 * COLUMNS + token];
+    }
+}
+
 template <int KIND, int COLUMNS, int W_SLOTS, int X_SLOTS, int W_FLYING>
-__device__ __forceinline__ void wide_product(const WideParams& p, unsigned char* shared) {
+__device__ __forceinline__ void wide_product(const WideParams& p, const QkvRopeWriteParams* qkv, unsigned char* shared) {
     using Memory = WideMemory<COLUMNS, W_SLOTS, X_SLOTS>;
     constexpr int TILES = COLUMNS / 8;
     const u32 base = shared_address(shared);
@@ -300,27 +419,25 @@ __device__ __forceinline__ void wide_product(const WideParams& p, unsigned char*
                 if (++slot == X_SLOTS) slot = 0, parity ^= 1;
             }
     } else if (warp > WIDE_CONSUMERS / 32) { // scales, and the exchange of sums
+        u32* counter = nullptr;
+        u32 n_split = 0, seen = 0;
         pdl_wait();
         if (KIND != TO_RESIDUAL) {
             find_scales<COLUMNS>(p, reinterpret_cast<float*>(shared + Memory::SCALES), lane);
             barrier_arrive_many(base + Memory::SCALED, 1);
         }
-        u32* counters[2] = {nullptr, nullptr};
-        u32 n_split = 0, seen[2] = {0, 0};
+#pragma unroll 1
         while (work.next(p) && work.tile < p.split_tiles) {
             // The first block of a tile turns the top bit and takes back what all others add.
             const u32 unit = work.tile * p.chunks, first = block_of(p, unit), last = block_of(p, unit + p.chunks - 1);
             const u32 add = blockIdx.x == first ? 0x80000000u - (last - first) : 1;
-            u32* counter = p.arrived + work.tile;
+            counter = p.arrived + work.tile;
             exchange_sync(2 + n_split);
-            u32 before = 0;
-            if (lane == 0) before = arrive_at(counter, add);
-            if (n_split == 0) counters[0] = counter, seen[0] = before;
-            else counters[1] = counter, seen[1] = before;
+            if (lane == 0) seen = arrive_at(counter, add);
             ++n_split;
         }
         if (n_split > 0) {
-            if (lane == 0) wait_until_turned(n_split == 1 ? counters[0] : counters[1], n_split == 1 ? seen[0] : seen[1]);
+            if (lane == 0) wait_until_turned(counter, seen);
             __syncwarp();
             exchange_arrive(4);
         }
@@ -331,36 +448,45 @@ __device__ __forceinline__ void wide_product(const WideParams& p, unsigned char*
         const u32 in_tile = KIND == TO_GATED ? half * 32 + (warp & 3) * 8 + (lane >> 2) : half * 64 + (warp & 3) * 16 + (lane >> 2);
         const auto feature_of = [&](u32 tile) { return tile * (KIND == TO_GATED ? 64 : 128) + in_tile; };
         float* scales = reinterpret_cast<float*>(shared + Memory::SCALES);
-        pdl_wait();
-
         u32 w_slot = 0, w_parity = 0, x_slot = 0, x_parity = 0;
-        u32 n_split = 0, tile = 0;
         float acc[TILES][4], squares[2];
+        u32 n_split = 0, tile = 0;
+        pdl_wait();
         while (work.next(p)) {
-            u32 w_before = 0, x_before = 0;
+            // A split tile is added up amid a whole one, where nobody waits for it; of one chunk, after it.
+            const u32 pause = KIND == TO_GATED && n_split > 0 && work.tile >= p.split_tiles ? (work.n + 1) / 2 : work.n;
+            for (u32 begin = 0, end = pause; begin < work.n; begin = end, end = work.n) {
+                u32 w_before = 0, x_before = 0;
 #pragma unroll 1
-            for (u32 i = 0; i < work.n; ++i) {
-                barrier_wait(base + Memory::W_FULL + w_slot * 8, w_parity);
-                barrier_wait(base + Memory::X_FULL + x_slot * 8, x_parity);
-                const u64 a = operand(base + w_slot * W_SLOT_BYTES + half * (W_SLOT_BYTES / 2));
-                const u64 b = operand(base + Memory::X + x_slot * Memory::X_SLOT_BYTES);
-                fence_products();
+                for (u32 i = begin; i < end; ++i) {
+                    barrier_wait(base + Memory::W_FULL + w_slot * 8, w_parity);
+                    barrier_wait(base + Memory::X_FULL + x_slot * 8, x_parity);
+                    const u64 a = operand(base + w_slot * W_SLOT_BYTES + half * (W_SLOT_BYTES / 2));
+                    const u64 b = operand(base + Memory::X + x_slot * Memory::X_SLOT_BYTES);
+                    fence_products();
 #pragma unroll
-                for (int k = 0; k < 4; ++k) multiply(acc, a + k * 2, b + k * 2, i > 0 || k > 0);
-                commit_products();
-                if (i > 0) {
-                    wait_products<1>();
-                    if (lane == 0) barrier_arrive_many(w_before, 1), barrier_arrive_many(x_before, 1);
+                    for (int k = 0; k < 4; ++k) multiply(acc, a + k * 2, b + k * 2, i > 0 || k > 0);
+                    commit_products();
+                    if (i > begin) {
+                        wait_products<1>();
+                        if (lane == 0) barrier_arrive_many(w_before, 1), barrier_arrive_many(x_before, 1);
+                    }
+                    w_before = base + Memory::W_EMPTY + w_slot * 8, x_before = base + Memory::X_EMPTY + x_slot * 8;
+                    if (++w_slot == W_SLOTS) w_slot = 0, w_parity ^= 1;
+                    if (++x_slot == X_SLOTS) x_slot = 0, x_parity ^= 1;
                 }
-                w_before = base + Memory::W_EMPTY + w_slot * 8, x_before = base + Memory::X_EMPTY + x_slot * 8;
-                if (++w_slot == W_SLOTS) w_slot = 0, w_parity ^= 1;
-                if (++x_slot == X_SLOTS) x_slot = 0, x_parity ^= 1;
+                wait_products<0>();
+                pin_registers(acc);
+                if (lane == 0) barrier_arrive_many(w_before, 1), barrier_arrive_many(x_before, 1);
+                if constexpr (KIND == TO_GATED)
+                    if (end < work.n) {
+                        barrier_wait(base + Memory::SCALED, 0);
+                        add_up<KIND, COLUMNS>(p, qkv, tile, scales, shared);
+                        n_split = 0;
+                    }
             }
-            wait_products<0>();
-            pin_registers(acc);
-            if (lane == 0) barrier_arrive_many(w_before, 1), barrier_arrive_many(x_before, 1);
 
-            if (KIND == TO_RESIDUAL || work.tile < p.split_tiles) {
+            if (KIND == TO_RESIDUAL || KIND == TO_HEADS || work.tile < p.split_tiles) {
                 float4* to = p.partial + ((blockIdx.x * 2 + n_split) * 2 + half) * TILES * 128 + in_half;
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) __stcg(to + n * 128, make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]));
@@ -377,72 +503,6 @@ __device__ __forceinline__ void wide_product(const WideParams& p, unsigned char*
         }
         if (KIND != TO_RESIDUAL) barrier_wait(base + Memory::SCALED, 0);
         // Of two split tiles a block adds up the second, of which it has the first part: the blocks after it do the other.
-        if (n_split > 0) {
-            const u32 unit = tile * p.chunks, first = block_of(p, unit), last = block_of(p, unit + p.chunks - 1);
-            const u32 sharers = last - first + 1, mine = blockIdx.x - first;
-            const u32 adders = sharers - ((u64)(last + 1) * p.split_units / p.split_blocks > unit + p.chunks ? 1 : 0);
-            const u32 feature = feature_of(tile);
-            // A share that began before the tile has its part of the tile second.
-            constexpr u64 PART = 2 * TILES * 128;
-            const u64 second = (u64)first * p.split_units / p.split_blocks < unit ? PART : 0;
-            const float4* from = p.partial + (u64)first * 2 * PART + half * TILES * 128 + in_half;
-            // Latencies are what counts: everything that fits the registers is asked for at once.
-            constexpr u32 EIGHTS = KIND == TO_BF16 ? 4 : 2, AT_ONCE = KIND == TO_BF16 ? 4 : 8;
-            bool waited = false;
-#pragma unroll 1
-            for (u32 n = mine; n < TILES; n += adders * EIGHTS) {
-                WideBeside beside[EIGHTS];
-#pragma unroll
-                for (u32 e = 0; e < EIGHTS; ++e)
-                    if (n + e * adders < TILES) load_beside<KIND, COLUMNS>(p, feature, (n + e * adders) * 8 + t * 2, beside[e]);
-                if (!waited) exchange_sync(4);
-                waited = true;
-                float v[EIGHTS][4];
-#pragma unroll
-                for (u32 e = 0; e < EIGHTS; ++e) v[e][0] = v[e][1] = v[e][2] = v[e][3] = 0.f;
-#pragma unroll 1
-                for (u32 s = 0; s < sharers; s += AT_ONCE) {
-                    float4 x[EIGHTS][AT_ONCE];
-#pragma unroll
-                    for (u32 q = 0; q < AT_ONCE; ++q)
-#pragma unroll
-                        for (u32 e = 0; e < EIGHTS; ++e) {
-                            x[e][q] = make_float4(0.f, 0.f, 0.f, 0.f);
-                            if (s + q < sharers && n + e * adders < TILES)
-                                x[e][q] = __ldcg(from + (n + e * adders) * 128 + (s + q) * 2 * PART + (s + q == 0 ? second : 0));
-                        }
-#pragma unroll
-                    for (u32 q = 0; q < AT_ONCE; ++q)
-#pragma unroll
-                        for (u32 e = 0; e < EIGHTS; ++e)
-                            v[e][0] += x[e][q].x, v[e][1] += x[e][q].y, v[e][2] += x[e][q].z, v[e][3] += x[e][q].w;
-                }
-#pragma unroll
-                for (u32 e = 0; e < EIGHTS; ++e) {
-                    const u32 row = (n + e * adders) * 8 + t * 2;
-                    if (n + e * adders >= TILES) break;
-                    finish<KIND, COLUMNS>(p, feature, row, v[e], beside[e], scales, squares);
-                    if constexpr (KIND == TO_RESIDUAL) {
-                        // Sums of 16 features each meet in shared memory, where the rings are no longer in use.
-                        float* sums = reinterpret_cast<float*>(shared) + half * 4 * COLUMNS;
-#pragma unroll
-                        for (int b = 0; b < 2; ++b) {
-#pragma unroll
-                            for (int offset = 4; offset < 32; offset <<= 1) squares[b] += __shfl_xor_sync(FULL_WARP, squares[b], offset);
-                            if (lane < 4) sums[(warp & 3) * COLUMNS + row + b] = squares[b];
-                        }
-                    }
-                }
-            }
-            if (!waited) exchange_sync(4);
-            if constexpr (KIND == TO_RESIDUAL) {
-                consumers_sync();
-                const float* sums = reinterpret_cast<const float*>(shared) + half * 4 * COLUMNS;
-                for (u32 token = in_half; token < p.rows; token += 128)
-                    if (token / 8 % adders == mine && feature - in_tile + half * 64 < p.units)
-                        p.squares_out[(tile * 2 + half) * COLUMNS + token] =
-                            sums[token] + sums[COLUMNS + token] + sums[2 * COLUMNS + token] + sums[3 * COLUMNS + token];
-            }
-        }
+        if (n_split > 0) add_up<KIND, COLUMNS>(p, qkv, tile, scales, shared);
     }
 }

@@ -18,6 +18,7 @@ use half::bf16;
 
 mod four_bit;
 mod four_bit_layer;
+mod rope_write;
 mod sample;
 mod stage_output;
 mod unmerged;
@@ -28,12 +29,13 @@ pub use decode_layers::{
 };
 pub use four_bit::{FOUR_BIT_BLOCK, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
 pub use four_bit_layer::{FOUR_BIT_LAYER_ROWS, FourBitLayer, FourBitLayerOp, FourBitStage, MAX_STAGES};
+pub use rope_write::QkvRopeWrite;
 pub use sample::{Sample, SampleRow, SampleScratch};
 pub use stage_output::StageOutput;
 pub use unmerged::{
     LowRankTerm, MAX_PARTS, PartUpdate, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables,
 };
-pub use wide_product::{WIDE_ROWS, WideProductOp, WideProducts};
+pub use wide_product::{WIDE_HEAD_DIM, WIDE_ROWS, WideProductOp, WideProducts};
 
 use crate::{Error, Qwen3Config, Result};
 
@@ -53,6 +55,7 @@ pub const HEAD_DIMS: [usize; 2] = [64, 128];
 
 const COMMON: Header = Header::new("common.cuh", include_str!("../kernels/common.cuh"));
 const ROPE: Header = Header::new("rope.cuh", include_str!("../kernels/rope.cuh"));
+const ROPE_WRITE: Header = Header::new("rope_write.cuh", include_str!("../kernels/rope_write.cuh"));
 
 fn spec(name: impl Into<String>, source: &'static str) -> KernelSpec {
     KernelSpec::new(name.into(), source).headers([COMMON])
@@ -73,7 +76,7 @@ fn rope_spec(head_dim: usize) -> KernelSpec {
         format!("qkv_rope_write<{head_dim}>"),
         include_str!("../kernels/qkv_rope_write.cu"),
     )
-    .headers([ROPE])
+    .headers([ROPE, ROPE_WRITE])
     .define("HEAD_DIM", head_dim)
     .entry("qkv_rope_write", Limits::registers(40))
 }
@@ -248,65 +251,6 @@ struct RmsNormParams {
     delta_is_f32: u32,
     eps: f32,
     unused: u32,
-}
-
-/// Operands of [`Kernels::qkv_rope_write`].
-#[derive(Debug, Clone, Copy)]
-pub struct QkvRopeWrite<'a> {
-    /// `[rows, q_heads + 2 * kv_heads, head_dim]`: query, key, value heads. Query heads are normed and rotated in
-    /// place.
-    pub qkv: DeviceSlice<'a, bf16>,
-    /// `[head_dim]`, norm of query heads.
-    pub q_norm: DeviceSlice<'a, f32>,
-    /// `[head_dim]`, norm of key heads.
-    pub k_norm: DeviceSlice<'a, f32>,
-    /// `[positions, head_dim]`: `head_dim / 2` cosines, then as many sines.
-    pub cos_sin: DeviceSlice<'a, f32>,
-    /// `[rows]`, logical position of each row.
-    pub positions: DeviceSlice<'a, i32>,
-    /// `[rows]`, slot of each row; 0 for padding.
-    pub slots: DeviceSlice<'a, i32>,
-    /// `[n_slots, max_pages]`, −1 for no page.
-    pub page_table: DeviceSlice<'a, i32>,
-    /// Pages per row of the table.
-    pub max_pages: usize,
-    /// `[kv_heads, n_pages * page_size, head_dim]`, one layer's keys.
-    pub k_cache: DeviceSlice<'a, bf16>,
-    /// The layer's values, of the keys' shape.
-    pub v_cache: DeviceSlice<'a, bf16>,
-    /// Query heads.
-    pub q_heads: usize,
-    /// Key and value heads.
-    pub kv_heads: usize,
-    /// Tokens in a page.
-    pub page_size: usize,
-    /// Added to the mean square.
-    pub eps: f32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct QkvRopeWriteParams {
-    qkv: u64,
-    q_norm: u64,
-    k_norm: u64,
-    cos_sin: u64,
-    positions: u64,
-    slots: u64,
-    page_table: u64,
-    q: u64,
-    k_cache: u64,
-    v_cache: u64,
-    q_row_stride: u64,
-    tokens_per_head: u64,
-    rows: u32,
-    q_heads: u32,
-    kv_heads: u32,
-    page_size: u32,
-    n_slots: u32,
-    max_pages: u32,
-    n_positions: u32,
-    eps: f32,
 }
 
 #[repr(C)]
@@ -488,71 +432,11 @@ impl Kernels {
     /// # Errors
     /// [`Error::Option`] for lengths that do not fit each other; [`Error::Cuda`]. Panics: none.
     pub fn qkv_rope_write(&self, stream: &Stream, op: &QkvRopeWrite<'_>) -> Result<()> {
-        let rows = op.positions.len();
-        let heads = op.q_heads + 2 * op.kv_heads;
-        let head_dim = self.head_dim;
-        for (what, size) in [
-            ("kv_heads", op.kv_heads),
-            ("q_heads", op.q_heads),
-            ("max_pages", op.max_pages),
-            ("page_size", op.page_size),
-            ("cos_sin", op.cos_sin.len()),
-        ] {
-            if size == 0 {
-                return refuse(what, "is 0".into());
-            }
-        }
-        let tokens_per_head = op.k_cache.len() / (op.kv_heads * head_dim);
-        let n_slots = op.page_table.len() / op.max_pages;
-        let n_positions = op.cos_sin.len() / head_dim;
-        same("qkv", op.qkv.len(), rows * heads * head_dim)?;
-        same("slots", op.slots.len(), rows)?;
-        same("q_norm", op.q_norm.len(), head_dim)?;
-        same("k_norm", op.k_norm.len(), head_dim)?;
-        same("cos_sin", op.cos_sin.len(), n_positions * head_dim)?;
-        same("page_table", op.page_table.len(), n_slots * op.max_pages)?;
-        same(
-            "k_cache",
-            op.k_cache.len(),
-            op.kv_heads * tokens_per_head * head_dim,
-        )?;
-        same("v_cache", op.v_cache.len(), op.k_cache.len())?;
-        for (what, buffer) in [("qkv", op.qkv), ("k_cache", op.k_cache), ("v_cache", op.v_cache)] {
-            aligned(what, buffer.ptr(), 4)?;
-            stream.keep_memory(buffer);
-        }
-        for buffer in [op.q_norm, op.k_norm, op.cos_sin] {
-            stream.keep_memory(buffer);
-        }
-        for buffer in [op.positions, op.slots, op.page_table] {
-            stream.keep_memory(buffer);
-        }
-        if rows == 0 {
+        let params = op.accept(stream, self.head_dim)?;
+        if params.rows == 0 {
             return Ok(());
         }
-        let params = QkvRopeWriteParams {
-            qkv: op.qkv.ptr(),
-            q_norm: op.q_norm.ptr(),
-            k_norm: op.k_norm.ptr(),
-            cos_sin: op.cos_sin.ptr(),
-            positions: op.positions.ptr(),
-            slots: op.slots.ptr(),
-            page_table: op.page_table.ptr(),
-            q: op.qkv.ptr(),
-            k_cache: op.k_cache.ptr(),
-            v_cache: op.v_cache.ptr(),
-            q_row_stride: (heads * head_dim) as u64,
-            tokens_per_head: tokens_per_head as u64,
-            rows: small("rows", rows)?,
-            q_heads: small("q_heads", op.q_heads)?,
-            kv_heads: small("kv_heads", op.kv_heads)?,
-            page_size: small("page_size", op.page_size)?,
-            n_slots: small("n_slots", n_slots)?,
-            max_pages: small("max_pages", op.max_pages)?,
-            n_positions: small("n_positions", n_positions)?,
-            eps: op.eps,
-        };
-        let blocks = small("heads", heads.div_ceil(ROPE_WARPS))?;
+        let blocks = small("heads", (op.q_heads + 2 * op.kv_heads).div_ceil(ROPE_WARPS))?;
         let config = LaunchConfig::with_dimensions([params.rows, blocks, 1], [ROPE_WARPS as u32 * 32, 1, 1])
             .programmatic(true);
         // SAFETY: as in `embed`; the kernel is compiled for this head dimension, and checks slots, pages and places

@@ -6,7 +6,7 @@ mod gpu_support;
 use cuda_graphs::DeviceBuffer;
 use gpu_support::{Gpu, assert_twice, bf16s, normals, rng, round};
 use half::bf16;
-use qwen3_model::launch::{StageOutput, WideProductOp, WideProducts};
+use qwen3_model::launch::{QkvRopeWrite, StageOutput, WIDE_HEAD_DIM, WideProductOp, WideProducts};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
@@ -98,6 +98,7 @@ fn run_residual(
             normed: normed.as_slice(),
             squares: squares.as_slice(),
         },
+        heads: None,
     };
     products.run(&gpu.stream, &op).unwrap();
     Residual {
@@ -139,6 +140,7 @@ fn run_scaled(
             Kind::Bf16 => StageOutput::Bf16(out_bf16.as_slice()),
             Kind::F32 => StageOutput::F32(out_f32.as_slice()),
         },
+        heads: None,
     };
     products.run(&gpu.stream, &op).unwrap();
     match kind {
@@ -272,6 +274,125 @@ fn a_row_gives_the_same_bits_in_every_batch_of_a_form_and_at_every_run() {
     }
 }
 
+/// The product and what becomes of its heads, in one launch or in two: queries, keys and values, unwritten places poisoned.
+fn run_heads(
+    gpu: &Gpu,
+    products: &WideProducts,
+    [q_heads, kv_heads]: [usize; 2],
+    rows: usize,
+    [weight, norms, cos_sin]: [&[f32]; 3],
+    input: &Normed,
+    inside: bool,
+) -> [Vec<bf16>; 3] {
+    const PAGE: usize = 16;
+    let n = (q_heads + 2 * kv_heads) * WIDE_HEAD_DIM;
+    let (max_pages, n_positions) = (2, cos_sin.len() / WIDE_HEAD_DIM);
+    // Row r is in slot r; slot 3 has no page, and row 5 lies past the table's end.
+    let mut table: Vec<i32> = (0..2 * rows as i32).rev().collect();
+    table.iter_mut().skip(6).take(2).for_each(|page| *page = -1);
+    let mut positions: Vec<i32> = (0..rows).map(|row| (row * 7 % n_positions) as i32).collect();
+    positions
+        .iter_mut()
+        .skip(5)
+        .take(1)
+        .for_each(|position| *position = n_positions as i32);
+    let slots: Vec<i32> = (0..rows as i32).collect();
+    let weight = gpu.put(&to_bf16(weight));
+    let (x, squares, qkv) = (gpu.put(&input.x), gpu.put(&input.squares), gpu.poisoned(rows * n));
+    let (q_norm, k_norm) = norms.split_at(WIDE_HEAD_DIM);
+    let (q_norm, k_norm, cos_sin) = (gpu.put(q_norm), gpu.put(k_norm), gpu.put(cos_sin));
+    let (positions, slots, table) = (gpu.put(&positions), gpu.put(&slots), gpu.put(&table));
+    let cache = 2 * rows * PAGE * kv_heads * WIDE_HEAD_DIM;
+    let (k_cache, v_cache) = (gpu.poisoned(cache), gpu.poisoned(cache));
+    let heads = QkvRopeWrite {
+        qkv: qkv.as_slice(),
+        q_norm: q_norm.as_slice(),
+        k_norm: k_norm.as_slice(),
+        cos_sin: cos_sin.as_slice(),
+        positions: positions.as_slice(),
+        slots: slots.as_slice(),
+        page_table: table.as_slice(),
+        max_pages,
+        k_cache: k_cache.as_slice(),
+        v_cache: v_cache.as_slice(),
+        q_heads,
+        kv_heads,
+        page_size: PAGE,
+        eps: EPS,
+    };
+    let op = WideProductOp {
+        rows,
+        weight: weight.as_slice(),
+        input: x.as_slice(),
+        squares: Some(squares.as_slice()),
+        eps: EPS,
+        output: StageOutput::Bf16(qkv.as_slice()),
+        heads: inside.then_some(heads),
+    };
+    products.run(&gpu.stream, &op).unwrap();
+    if !inside {
+        let kernels = gpu.kernels(256, WIDE_HEAD_DIM);
+        kernels.qkv_rope_write(&gpu.stream, &heads).unwrap();
+    }
+    let queries = |row: &[bf16]| row[..q_heads * WIDE_HEAD_DIM].to_vec();
+    let qkv = gpu.get(&qkv);
+    [
+        qkv.chunks(n).flat_map(queries).collect(),
+        gpu.get(&k_cache),
+        gpu.get(&v_cache),
+    ]
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn norms_rotation_and_cache_inside_give_the_bits_of_the_kernel_of_their_own() {
+    let gpu = Gpu::open();
+    let products = products(&gpu);
+    let mut rng = rng(4);
+    let bits = |values: &[bf16]| -> Vec<u16> { values.iter().map(|x| x.to_bits()).collect() };
+    // Fewer and more blocks than heads; one head of keys for several of queries.
+    for (heads, k) in [
+        ([1, 1], 64),
+        ([4, 1], 192),
+        ([16, 8], 1024),
+        ([32, 8], 640),
+        ([64, 8], 128),
+    ] {
+        for rows in [1, 17, 32, 33, 50, 64] {
+            let n = (heads[0] + 2 * heads[1]) * WIDE_HEAD_DIM;
+            let weight = normals(&mut rng, n * k, 1.0 / (k as f32).sqrt());
+            let norms = normals(&mut rng, 2 * WIDE_HEAD_DIM, 1.0);
+            let cos_sin = normals(&mut rng, 40 * WIDE_HEAD_DIM, 1.0);
+            let input = Normed::random(&mut rng, &products, rows, k);
+            let run = |inside| {
+                run_heads(
+                    &gpu,
+                    &products,
+                    heads,
+                    rows,
+                    [&weight, &norms, &cos_sin],
+                    &input,
+                    inside,
+                )
+            };
+            let (apart, inside) = (run(false), run(true));
+            for (what, (apart, inside)) in ["queries", "keys", "values"]
+                .iter()
+                .zip(apart.iter().zip(&inside))
+            {
+                assert!(
+                    bits(apart) == bits(inside),
+                    "{what} of {heads:?} heads, {k} columns, {rows} rows"
+                );
+            }
+            assert!(
+                inside[0].iter().all(|x| x.is_finite()),
+                "queries were not written"
+            );
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn shapes_that_the_kernels_cannot_take_are_refused() {
@@ -287,6 +408,7 @@ fn shapes_that_the_kernels_cannot_take_are_refused() {
             squares: None,
             eps: EPS,
             output: StageOutput::F32(out.slice(..outputs).unwrap()),
+            heads: None,
         };
         products.run(&gpu.stream, &op).unwrap_err().to_string()
     };

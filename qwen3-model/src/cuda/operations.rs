@@ -111,6 +111,35 @@ impl CudaBackend {
         )
     }
 
+    /// What becomes of the QKV product of the present rows.
+    pub(super) fn rope_write(&self, layer: usize) -> Result<QkvRopeWrite<'_>> {
+        let rows = self.n_rows();
+        let (positions, slots) = match self.rows {
+            Rows::Packed { tokens, .. } => (
+                self.packed.positions.slice(..tokens)?,
+                self.packed.slots.slice(..tokens)?,
+            ),
+            Rows::Decode { bucket } => (self.decode.positions(bucket)?, self.decode.slots(bucket)?),
+        };
+        let (config, weights) = (&self.config, &self.weights.layers[layer]);
+        Ok(QkvRopeWrite {
+            qkv: self.workspace.qkv.slice(..rows * config.qkv_size())?,
+            q_norm: weights.q_norm.as_slice(),
+            k_norm: weights.k_norm.as_slice(),
+            cos_sin: self.cos_sin.as_slice(),
+            positions,
+            slots,
+            page_table: self.mirror.rows(),
+            max_pages: self.mirror.max_pages_per_slot(),
+            k_cache: self.cache.keys(layer)?,
+            v_cache: self.cache.values(layer)?,
+            q_heads: config.n_heads,
+            kv_heads: config.n_kv_heads,
+            page_size: self.options.page_size,
+            eps: config.rms_norm_eps as f32,
+        })
+    }
+
     /// Whether norms, SiLU and residual sums are part of the products.
     fn in_any_layers(&self) -> bool {
         self.in_layers() || self.in_four_bit_layers()
@@ -317,37 +346,11 @@ impl Backend for CudaBackend {
     }
 
     fn qk_norm_rope_write(&mut self, layer: usize) -> Result<()> {
-        if self.skips(Stage::Rope) || self.in_layers() {
+        if self.skips(Stage::Rope) || self.in_layers() || self.in_wide_qkv() {
             return Ok(());
         }
-        let rows = self.n_rows();
-        let (positions, slots) = match self.rows {
-            Rows::Packed { tokens, .. } => (
-                self.packed.positions.slice(..tokens)?,
-                self.packed.slots.slice(..tokens)?,
-            ),
-            Rows::Decode { bucket } => (self.decode.positions(bucket)?, self.decode.slots(bucket)?),
-        };
-        let (config, weights) = (&self.config, &self.weights.layers[layer]);
-        self.kernels.qkv_rope_write(
-            &self.stream,
-            &QkvRopeWrite {
-                qkv: self.workspace.qkv.slice(..rows * config.qkv_size())?,
-                q_norm: weights.q_norm.as_slice(),
-                k_norm: weights.k_norm.as_slice(),
-                cos_sin: self.cos_sin.as_slice(),
-                positions,
-                slots,
-                page_table: self.mirror.rows(),
-                max_pages: self.mirror.max_pages_per_slot(),
-                k_cache: self.cache.keys(layer)?,
-                v_cache: self.cache.values(layer)?,
-                q_heads: config.n_heads,
-                kv_heads: config.n_kv_heads,
-                page_size: self.options.page_size,
-                eps: config.rms_norm_eps as f32,
-            },
-        )
+        self.kernels
+            .qkv_rope_write(&self.stream, &self.rope_write(layer)?)
     }
 
     fn attention(&mut self, layer: usize) -> Result<()> {

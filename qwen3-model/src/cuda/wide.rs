@@ -2,7 +2,7 @@
 //! see `kernels/wide_product.cuh`.
 //!
 //! ```text
-//!   embed, norm ─▶ QKV 0 ─▶ rope, attention 0 ─▶ O 0 ─▶ gate+up 0 ─▶ down 0 ─▶ QKV 1 ─▶ … ─▶ head
+//!   embed, norm ─▶ QKV, rope 0 ─▶ attention 0 ─▶ O 0 ─▶ gate+up 0 ─▶ down 0 ─▶ QKV, rope 1 ─▶ … ─▶ head
 //! ```
 //!
 //! O and down leave `normed` not yet scaled, and the sums of squares by which the product after them scales.
@@ -10,7 +10,7 @@
 use cuda_graphs::{Compiler, Device, DeviceBuffer, DeviceSlice};
 
 use super::{CudaBackend, CudaOptions, Rows};
-use crate::launch::{StageOutput, WIDE_ROWS, WideProductOp, WideProducts};
+use crate::launch::{StageOutput, WIDE_HEAD_DIM, WIDE_ROWS, WideProductOp, WideProducts};
 use crate::{FusedMatrix, Qwen3Config, Result};
 
 /// Rows from which on these kernels are faster than cuBLASLt with kernels between, and up to which; measured on an H200.
@@ -22,6 +22,8 @@ pub(super) struct Wide {
     products: WideProducts,
     /// After O and after down.
     squares: DeviceBuffer<f32>,
+    /// Whether QKV has the rotation and the write of keys and values inside.
+    ropes: bool,
 }
 
 impl Wide {
@@ -40,6 +42,7 @@ impl Wide {
             return Ok(None);
         };
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+        let ropes = config.head_dim == WIDE_HEAD_DIM && products.takes(config.qkv_size(), hidden, true);
         let all = products.takes(config.qkv_size(), hidden, false)
             && products.takes(hidden, config.q_size(), true)
             && products.takes(2 * inner, hidden, false)
@@ -49,7 +52,11 @@ impl Wide {
             return Ok(None);
         }
         let squares = DeviceBuffer::zeroed(device, products.squares_len(rows, hidden))?;
-        Ok(Some(Self { products, squares }))
+        Ok(Some(Self {
+            products,
+            squares,
+            ropes,
+        }))
     }
 
     fn squares(&self, rows: usize, hidden: usize) -> Result<DeviceSlice<'_, f32>> {
@@ -69,6 +76,11 @@ impl CudaBackend {
             Some(wide) if plain && ROWS.contains(&bucket) => Some((wide, bucket)),
             _ => None,
         }
+    }
+
+    /// Whether QKV of the present rows has the rotation and the write of keys and values inside.
+    pub(super) fn in_wide_qkv(&self) -> bool {
+        self.wide().is_some_and(|(wide, _)| wide.ropes)
     }
 
     /// A layer's product.
@@ -118,6 +130,10 @@ impl CudaBackend {
             squares,
             eps: config.rms_norm_eps as f32,
             output,
+            heads: match (matrix, wide.ropes) {
+                (FusedMatrix::Qkv, true) => Some(self.rope_write(layer)?),
+                _ => None,
+            },
         };
         wide.products.run(&self.stream, &op)
     }
@@ -133,6 +149,7 @@ impl CudaBackend {
             squares: Some(wide.squares(rows, hidden)?),
             eps: config.rms_norm_eps as f32,
             output: StageOutput::F32(w.logits.slice(..rows * config.vocab_size)?),
+            heads: None,
         };
         wide.products.run(&self.stream, &op)
     }

@@ -9,8 +9,9 @@ use cuda_graphs::{
 use half::bf16;
 
 use super::decode_layers::HOPPER;
+use super::rope_write::{QkvRopeWrite, QkvRopeWriteParams};
 use super::stage_output::{OutputParams, StageOutput};
-use super::{COMMON, aligned, refuse, same, small};
+use super::{COMMON, ROPE, ROPE_WRITE, aligned, refuse, same, small};
 use crate::Result;
 
 const WGMMA: Header = Header::new("wgmma.cuh", include_str!("../../kernels/wgmma.cuh"));
@@ -20,10 +21,21 @@ const WIDE: Header = Header::new("wide_product.cuh", include_str!("../../kernels
 const CHUNK: usize = 64;
 /// Rows of the weight in a block's tile.
 const TILE_ROWS: usize = 128;
+/// Of the heads that a product can norm and rotate: a tile is one.
+pub const WIDE_HEAD_DIM: usize = TILE_ROWS;
 const THREADS: u32 = 256 + 96;
 const W_SLOT_BYTES: usize = TILE_ROWS * 2 * CHUNK;
 /// Entry points, in the order of the kernel's kinds.
-const KINDS: [&str; 4] = ["wide_residual", "wide_gated", "wide_bf16", "wide_f32"];
+const KINDS: [&str; 5] = [
+    "wide_residual",
+    "wide_gated",
+    "wide_bf16",
+    "wide_f32",
+    "wide_heads",
+];
+const GATED: usize = 1;
+const BF16: usize = 2;
+const HEADS: usize = 4;
 
 /// A specialisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +74,7 @@ impl Form {
             include_str!("../../kernels/wide_product.cu"),
         );
         let spec = spec
-            .headers([COMMON, HOPPER, WGMMA, WIDE])
+            .headers([COMMON, HOPPER, ROPE, ROPE_WRITE, WGMMA, WIDE])
             .define("OF_COLUMNS", self.columns)
             .define("OF_W_SLOTS", self.w_slots)
             .define("OF_X_SLOTS", self.x_slots)
@@ -71,7 +83,7 @@ impl Form {
         // One block of 352 threads per multiprocessor.
         KINDS
             .into_iter()
-            .fold(spec, |spec, kind| spec.entry(kind, Limits::registers(128)))
+            .fold(spec, |spec, kind| spec.entry(kind, Limits::registers(168)))
     }
 }
 
@@ -99,6 +111,10 @@ pub struct WideProductOp<'a> {
     pub eps: f32,
     /// Where it goes.
     pub output: StageOutput<'a>,
+    /// The product, which goes to [`StageOutput::Bf16`], is queries, keys and values of heads of [`WIDE_HEAD_DIM`]: norms and rotation of
+    /// queries and keys and the write of keys and values are part of the launch. `qkv` of the operands is the output, of
+    /// which queries alone are then written. The same bits as by the two launches.
+    pub heads: Option<QkvRopeWrite<'a>>,
 }
 
 #[repr(C, align(64))]
@@ -123,6 +139,14 @@ struct WideParams {
     inverse_k: f32,
     eps: f32,
     unused: [u32; 9],
+}
+
+/// As in `kernels/wide_product.cu`.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct WideHeadsParams {
+    product: WideParams,
+    qkv: QkvRopeWriteParams,
 }
 
 /// How the tiles of a matrix are dealt to blocks.
@@ -183,7 +207,7 @@ impl WideProducts {
         let mut kernels = Vec::with_capacity(forms.len());
         for (form, module) in forms.iter().zip(&modules) {
             let of = |kind: usize| -> Result<Kernel> { Ok(module.kernel(KINDS[kind])?) };
-            let of_form = [of(0)?, of(1)?, of(2)?, of(3)?];
+            let of_form = [of(0)?, of(1)?, of(2)?, of(3)?, of(4)?];
             for kernel in &of_form {
                 // Blocks wait for each other, so all must be resident.
                 if kernel.blocks_per_multiprocessor(THREADS, form.shared_bytes() as u32)? == 0 {
@@ -202,10 +226,12 @@ impl WideProducts {
         }))
     }
 
-    /// Whether a product of `n` rows of weights and `k` columns can run here, with
-    /// [`StageOutput::Residual`] if `residual`.
-    pub fn takes(&self, n: usize, k: usize, residual: bool) -> bool {
-        let fits = !residual || n <= self.blocks * TILE_ROWS;
+    /// Whether a product of `n` rows of weights and `k` columns can run here; `split`: with [`StageOutput::Residual`] or
+    /// [`WideProductOp::heads`].
+    pub fn takes(&self, n: usize, k: usize, split: bool) -> bool {
+        let units = n.div_ceil(TILE_ROWS) * (k / CHUNK);
+        // Products of a block's number and all chunks are 32 bits.
+        let fits = (!split || n <= self.blocks * TILE_ROWS) && units < u32::MAX as usize / (self.blocks + 1);
         n > 0 && k > 0 && n.is_multiple_of(16) && k.is_multiple_of(CHUNK) && fits
     }
 
@@ -242,8 +268,8 @@ impl WideProducts {
         same("input", op.input.len(), rows * k)?;
         let n = op.weight.len().checked_div(k).unwrap_or(0);
         same("weight", op.weight.len(), n * k)?;
-        let residual = matches!(op.output, StageOutput::Residual { .. });
-        if !self.takes(n, k, residual) {
+        let split = op.heads.is_some() || matches!(op.output, StageOutput::Residual { .. });
+        if !self.takes(n, k, split) {
             return refuse("weight", format!("of {n} rows of {k} columns is not possible"));
         }
         aligned("weight", op.weight.ptr(), 16)?;
@@ -258,7 +284,7 @@ impl WideProducts {
         stream.keep_memory(self.arrived.as_slice());
 
         let chunks = k / CHUNK;
-        let deal = Deal::new(n, chunks, self.blocks, residual);
+        let deal = Deal::new(n, chunks, self.blocks, split);
         let OutputParams {
             kind,
             units,
@@ -268,7 +294,7 @@ impl WideProducts {
             squares_out,
         } = op.output.accept(stream, rows, n, self.squares_len(rows, n))?;
         let params = WideParams {
-            w_map: weight_map(op.weight, n, k, kind == 1)?,
+            w_map: weight_map(op.weight, n, k, kind as usize == GATED)?,
             x_map: input_map(op.input, rows, k, form)?,
             out,
             norm,
@@ -291,10 +317,26 @@ impl WideProducts {
         let config = LaunchConfig::new(self.blocks as u32, THREADS)
             .dynamic_shared_bytes(form.shared_bytes() as u32)
             .programmatic(true);
-        // SAFETY: every buffer has the length that the kernel gives it, checked here and in `StageOutput::accept`, and is
-        // kept by a capture; `partial` and `arrived` are made for this many blocks, all of which are resident, as `load`
-        // made sure.
-        Ok(unsafe { self.kernels[which][kind as usize].launch(stream, &config, &params) }?)
+        let kernels = &self.kernels[which];
+        let Some(heads) = op.heads else {
+            // SAFETY: every buffer has the length that the kernel gives it, checked here and in `StageOutput::accept`, and is
+            // kept by a capture; `partial` and `arrived` are made for this many blocks, all of which are resident, as `load`
+            // made sure.
+            return Ok(unsafe { kernels[kind as usize].launch(stream, &config, &params) }?);
+        };
+        if kind as usize != BF16 || heads.qkv.ptr() != out {
+            return refuse(
+                "heads",
+                "are not those of a product that goes to their `qkv` in bf16".into(),
+            );
+        }
+        let params = WideHeadsParams {
+            product: params,
+            qkv: heads.accept(stream, WIDE_HEAD_DIM)?,
+        };
+        same("positions", heads.positions.len(), rows)?;
+        // SAFETY: as above; of heads, what `qkv_rope_write` checks is checked in `QkvRopeWrite::accept` and in the kernel.
+        Ok(unsafe { kernels[HEADS].launch(stream, &config, &params) }?)
     }
 }
 
@@ -397,5 +439,6 @@ mod tests {
             );
         }
         assert_eq!(size_of::<WideParams>(), 384);
+        assert_eq!(size_of::<WideHeadsParams>(), 512);
     }
 }
