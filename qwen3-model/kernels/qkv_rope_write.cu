@@ -8,6 +8,8 @@
 //   place(row) = page_table[slots[row], positions[row] / page_size] * page_size
 //              + positions[row] % page_size
 //
+// Rows that a norm has left unscaled are scaled first, by the sums of squares that belong to them.
+//
 // One warp per (row, head); see rope.cuh for which lane holds what.
 //
 // A row whose page is not mapped (-1), or whose position lies past the table, writes nothing: that
@@ -20,6 +22,28 @@
 
 #define ROPE_WARPS 8
 
+struct QkvRopeWriteLaunch {
+    QkvRopeWriteParams heads;
+    const float* squares; // f32 [chunks, columns], of batch rows before the product; null: the product is scaled already
+    u32 chunks;
+    u32 columns;
+    float inverse_k;
+    float eps;
+};
+
+// 1 / root mean square of a batch row, by one warp.
+__device__ __forceinline__ float row_scale(const QkvRopeWriteLaunch& p, u32 row, u32 lane) {
+    constexpr u32 AT_ONCE = 2;
+    float sum = 0.f;
+    for (u32 i = lane; i < p.chunks; i += 32 * AT_ONCE) {
+        float x[AT_ONCE];
+#pragma unroll
+        for (u32 q = 0; q < AT_ONCE; ++q) x[q] = i + q * 32 < p.chunks ? p.squares[(u64)(i + q * 32) * p.columns + row] : 0.f;
+#pragma unroll
+        for (u32 q = 0; q < AT_ONCE; ++q) sum += x[q];
+    }
+    return 1.f / sqrtf(warp_sum(sum) * p.inverse_k + p.eps);
+}
 __device__ __forceinline__ void load_part(const u16* from, float (&out)[PAIRS]) {
 #if PAIRS == 2
     const u32 bits = *reinterpret_cast<const u32*>(from);
@@ -40,7 +64,8 @@ __device__ __forceinline__ void store_part(u16* to, const float (&in)[PAIRS]) {
 }
 
 extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
-    qkv_rope_write(const QkvRopeWriteParams p) {
+    qkv_rope_write(const QkvRopeWriteLaunch launch) {
+    const QkvRopeWriteParams& p = launch.heads;
     pdl_release();
     pdl_wait();
     const u32 heads = p.q_heads + 2 * p.kv_heads;
@@ -55,10 +80,17 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     float a[PAIRS], b[PAIRS];
     load_part(in + low, a);
     load_part(in + high, b);
-
-    if (head < p.q_heads + p.kv_heads) norm_and_rotate(a, b, rotation_of(p, head, row, lane), p.eps);
-
+    // All loads are asked for before the first is waited for.
+    const bool rotated = head < p.q_heads + p.kv_heads;
+    Rotation rotation = {};
+    if (rotated) rotation = rotation_of(p, head, row, lane);
     u16* out = place_of(p, head, row);
+    if (launch.squares) {
+        const float scale = row_scale(launch, row, lane);
+#pragma unroll
+        for (u32 i = 0; i < PAIRS; ++i) a[i] *= scale, b[i] *= scale;
+    }
+    if (rotated) norm_and_rotate(a, b, rotation, p.eps);
     if (!out) return;
     store_part(out + low, a);
     store_part(out + high, b);

@@ -30,34 +30,5 @@ __device__ __forceinline__ void pin_registers(float (&d)[TILES][4]) {
         for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(d[n][i])::"memory");
 }
 
-#define D_TILE(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-#define D_TILES_4(n) D_TILE(n), D_TILE(n + 1), D_TILE(n + 2), D_TILE(n + 3)
-
-// d = a · b^T, or d += a · b^T, 16 deep.
-__device__ __forceinline__ void multiply(float (&d)[4][4], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "%16, %17, p, 1, 1, 0, 0;\n"
-        "}"
-        : D_TILES_4(0)
-        : "l"(a), "l"(b), "r"((int)accumulate)
-        : "memory");
-}
-__device__ __forceinline__ void multiply(float (&d)[8][4], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31}, "
-        "%32, %33, p, 1, 1, 0, 0;\n"
-        "}"
-        : D_TILES_4(0), D_TILES_4(4)
-        : "l"(a), "l"(b), "r"((int)accumulate)
-        : "memory");
-}
+// d = a · b^T, or d += a · b^T, 16 deep: `multiply(d, a, b, accumulate)`, for the number of tiles that a kernel is compiled for.
+#include "wgmma_product.cuh"

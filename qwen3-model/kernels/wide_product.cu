@@ -10,6 +10,7 @@
     }
 
 KERNEL(wide_residual, TO_RESIDUAL)
+#if OF_COLUMNS <= 64 // with more rows others are faster
 KERNEL(wide_gated, TO_GATED)
 KERNEL(wide_bf16, TO_BF16)
 KERNEL(wide_f32, TO_F32)
@@ -21,3 +22,4 @@ struct WideHeadsParams {
 extern "C" __global__ void __launch_bounds__(WIDE_THREADS, 1) wide_heads(const __grid_constant__ WideHeadsParams p) {
     PRODUCT(TO_HEADS, p.product, &p.qkv);
 }
+#endif

@@ -1,4 +1,4 @@
-// A matrix product of a decode step of 17 to 64 rows, with what lies between it and its neighbours:
+// A matrix product of a decode step of 17 to 256 rows, with what lies between it and its neighbours:
 //
 //   KIND          out                                        also
 //   TO_RESIDUAL   residual f32 [rows, N] += product          normed = bf16(residual · norm weight), sums of squares
@@ -31,9 +31,8 @@
 // values is a head.
 #pragma once
 #define HEAD_DIM 128
-#include "hopper.cuh"
 #include "rope_write.cuh"
-#include "wgmma.cuh"
+#include "wide_common.cuh"
 
 #define TO_RESIDUAL 0
 #define TO_GATED 1
@@ -46,26 +45,6 @@
 #define W_SLOT_BYTES 16384
 #define HEAD_PITCH (HEAD_DIM + 8) // so that batch rows lie in different banks
 #define SQUARES_AT_ONCE 10 // loads that are asked for together
-
-// Weights are read once: they shall not drive activations and sums out of the L2 cache.
-__device__ __forceinline__ u64 evict_first() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-// The box of 64 columns from `k`, 8 groups of 2 · 8 rows from `group`.
-__device__ __forceinline__ void copy_weights(u32 to, const void* map, u32 k, u32 group, u32 barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
-        ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(group), "r"(barrier), "l"(policy) : "memory");
-}
-// The box of 64 columns from `k`, all batch rows.
-__device__ __forceinline__ void copy_activations(u32 to, const void* map, u32 k, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(barrier) : "memory");
-}
 
 // Adds to a counter whose top bit turns when the last has arrived. Returns what it was.
 __device__ __forceinline__ u32 arrive_at(u32* counter, u32 add) {
@@ -149,7 +128,6 @@ __device__ __forceinline__ u32 block_of(const WideParams& p, u32 unit) {
     return ((unit + 1) * p.split_blocks + p.split_units - 1) / p.split_units - 1;
 }
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(WIDE_CONSUMERS) : "memory"); }
 // Between the threads that multiply and the warp of the exchange: 2 and 3 when a part is stored, 4 when a tile is whole.
 __device__ __forceinline__ void exchange_sync(u32 barrier) {
@@ -219,8 +197,8 @@ __device__ __forceinline__ void finish(const WideParams& p, u32 feature, u32 tok
 
 // 1 / root mean square of each batch row, from the sums that the kernel before left, by one warp: a quarter of the sums of
 // four batch rows a lane, so that the order does not depend on COLUMNS.
-template <int COLUMNS, class Params>
-__device__ __forceinline__ void find_scales(const Params& s, float* scales, u32 lane) {
+template <int COLUMNS>
+__device__ __forceinline__ void find_scales(const WideParams& s, float* scales, u32 lane) {
 #pragma unroll 1
     for (u32 quad = lane / 4; quad < COLUMNS / 4; quad += 8) {
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -18,10 +18,12 @@ use half::bf16;
 
 mod four_bit;
 mod four_bit_layer;
+mod gate_up;
 mod rope_write;
 mod sample;
 mod stage_output;
 mod unmerged;
+mod wgmma;
 mod wide_product;
 
 pub use decode_layers::{
@@ -29,13 +31,14 @@ pub use decode_layers::{
 };
 pub use four_bit::{FOUR_BIT_BLOCK, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
 pub use four_bit_layer::{FOUR_BIT_LAYER_ROWS, FourBitLayer, FourBitLayerOp, FourBitStage, MAX_STAGES};
-pub use rope_write::QkvRopeWrite;
+pub use gate_up::{GateUp, GateUpOp};
+pub use rope_write::{QkvRopeWrite, RowScale};
 pub use sample::{Sample, SampleRow, SampleScratch};
 pub use stage_output::StageOutput;
 pub use unmerged::{
     LowRankTerm, MAX_PARTS, PartUpdate, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables,
 };
-pub use wide_product::{WIDE_HEAD_DIM, WIDE_ROWS, WideProductOp, WideProducts};
+pub use wide_product::{WIDE_ALL_KINDS, WIDE_HEAD_DIM, WIDE_ROWS, WideProductOp, WideProducts};
 
 use crate::{Error, Qwen3Config, Result};
 
@@ -112,6 +115,7 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
         .chain(decode_layers::specs())
         .chain(four_bit_layer::specs())
         .chain(wide_product::specs())
+        .chain(gate_up::specs())
         .collect()
 }
 
@@ -427,11 +431,17 @@ impl Kernels {
     }
 
     /// Norm and rotation of query and key heads, and the write of keys and values into the cache, for `rows` =
-    /// `positions.len()` rows. Rows without a mapped page write nothing to the cache.
+    /// `positions.len()` rows. Rows without a mapped page write nothing to the cache. With `scale` the product was made from
+    /// rows that their norm had not yet scaled.
     ///
     /// # Errors
     /// [`Error::Option`] for lengths that do not fit each other; [`Error::Cuda`]. Panics: none.
-    pub fn qkv_rope_write(&self, stream: &Stream, op: &QkvRopeWrite<'_>) -> Result<()> {
+    pub fn qkv_rope_write(
+        &self,
+        stream: &Stream,
+        op: &QkvRopeWrite<'_>,
+        scale: Option<&RowScale<'_>>,
+    ) -> Result<()> {
         let params = op.accept(stream, self.head_dim)?;
         if params.rows == 0 {
             return Ok(());
@@ -439,6 +449,7 @@ impl Kernels {
         let blocks = small("heads", (op.q_heads + 2 * op.kv_heads).div_ceil(ROPE_WARPS))?;
         let config = LaunchConfig::with_dimensions([params.rows, blocks, 1], [ROPE_WARPS as u32 * 32, 1, 1])
             .programmatic(true);
+        let params = rope_write::QkvRopeWriteLaunch::new(params, scale, stream)?;
         // SAFETY: as in `embed`; the kernel is compiled for this head dimension, and checks slots, pages and places
         // against the table's and the cache's size.
         Ok(unsafe { self.qkv_rope_write.launch(stream, &config, &params) }?)

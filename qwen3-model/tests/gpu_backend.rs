@@ -223,22 +223,23 @@ fn golden_logits_within_what_bf16_allows() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
-fn replay_equals_eager_bit_for_bit_in_every_batch_from_1_to_64() {
+fn replay_equals_eager_bit_for_bit_in_every_batch_from_1_to_64_and_in_larger_buckets() {
     let gpu = Gpu::open();
-    let mut rig = Rig::tiny(&gpu, options(64, 16));
+    let mut rig = Rig::tiny(&gpu, options(256, 16));
     rig.backend.capture().unwrap();
     eprintln!("{}", rig.backend.capture_report().unwrap());
-    let prompts = prompts(3, 64);
+    let prompts = prompts(3, 256);
     let slots: Vec<Slot> = prompts.iter().map(|_| rig.slot()).collect();
     for (&slot, prompt) in slots.iter().zip(&prompts) {
         rig.feed(&[(slot, prompt)], LogitRows::Wanted);
     }
-    for n in cases((1..=64).rev()) {
-        let rows = rig.rows(&slots[64 - n..]);
+    let larger = [256, 241, 224, 200, 192, 170, 160, 129, 128, 112, 96, 70];
+    for n in cases(larger.into_iter().chain((1..=64).rev())) {
+        let rows = rig.rows(&slots[256 - n..]);
         let report = rig.backend.verify_decode(&rows).unwrap();
         assert!(report.changed > 0, "{n} rows: the step changed nothing");
         // And a plain replay follows from the state that the check left.
-        let tokens = rig.decode(&slots[64 - n..]);
+        let tokens = rig.decode(&slots[256 - n..]);
         assert!(
             tokens.iter().all(|t| t.logprob.is_finite() && t.token < 1024),
             "{n} rows"
@@ -250,26 +251,41 @@ fn replay_equals_eager_bit_for_bit_in_every_batch_from_1_to_64() {
 #[ignore = "needs an NVIDIA GPU"]
 fn decoding_continues_as_if_the_tokens_had_been_prompts() {
     let gpu = Gpu::open();
-    for capture in [false, true] {
-        let mut rig = Rig::tiny(&gpu, options(8, 32));
+    // Rows and steps; products of more than 16, 64, 128 and 192 rows go through other kernels.
+    let batches = [
+        (5, 40),
+        (20, 20),
+        (50, 10),
+        (75, 10),
+        (120, 10),
+        (180, 5),
+        (250, 5),
+    ];
+    for (capture, (n, steps)) in cases([false, true].into_iter().flat_map(|c| batches.map(|b| (c, b)))) {
+        let mut rig = Rig::tiny(&gpu, options(n + 3, 32));
         if capture {
             rig.backend.capture().unwrap();
         }
-        let prompts = prompts(5, 5);
+        let prompts = prompts(5, n);
         let slots: Vec<Slot> = prompts.iter().map(|_| rig.slot()).collect();
         let parts = parts(&slots, &prompts);
-        rig.feed(&parts, LogitRows::Wanted);
-        let pending = rig.backend.read_back(5, 0).unwrap();
         let mut sequences: Vec<Vec<u32>> = prompts.clone();
-        let mut logprobs: Vec<Vec<f32>> = vec![Vec::new(); 5];
+        let mut logprobs: Vec<Vec<f32>> = vec![Vec::new(); n];
         let mut take = |sampled: Vec<SampledToken>| {
             for (i, sampled) in sampled.into_iter().enumerate() {
                 sequences[i].push(sampled.token);
                 logprobs[i].push(sampled.logprob);
             }
         };
-        take(rig.backend.collect(pending).unwrap());
-        let steps = if few_cases() { 6 } else { 40 };
+        // A step takes 2,048 tokens.
+        let mut first = Vec::new();
+        for parts in parts.chunks(20) {
+            rig.feed(parts, LogitRows::Wanted);
+            let pending = rig.backend.read_back(parts.len(), 0).unwrap();
+            first.extend(rig.backend.collect(pending).unwrap());
+        }
+        take(first);
+        let steps = if few_cases() { 6 } else { steps };
         for _ in 0..steps {
             take(rig.decode(&slots));
         }
@@ -286,8 +302,8 @@ fn decoding_continues_as_if_the_tokens_had_been_prompts() {
         // The same numbers, rounded at other places.
         let mean = differences.iter().sum::<f64>() / differences.len() as f64;
         let largest = differences.iter().copied().fold(0.0, f64::max);
-        eprintln!("captured {capture}: off by {mean:.5} on average, {largest:.4} at most");
-        assert_eq!(differences.len(), 5 * (steps + 1));
+        eprintln!("{n} rows, captured {capture}: off by {mean:.5} on average, {largest:.4} at most");
+        assert_eq!(differences.len(), n * (steps + 1));
         assert!(mean < 0.05 && largest < 1.0, "mean {mean}, largest {largest}");
     }
 }

@@ -424,7 +424,9 @@ impl<'a> Device<'a> {
             page_size: sizes.page_size,
             eps: EPS,
         };
-        gpu.kernels(256, D).qkv_rope_write(&gpu.stream, &op).unwrap();
+        gpu.kernels(256, D)
+            .qkv_rope_write(&gpu.stream, &op, None)
+            .unwrap();
         [gpu.get(&keys), gpu.get(&values)]
     }
 }

@@ -5,7 +5,7 @@ mod gpu_support;
 
 use gpu_support::{Gpu, assert_twice, bf16s, config, normals, rng, round};
 use half::bf16;
-use qwen3_model::launch::{Kernels, QkvRopeWrite, RmsNorm, TokenSource, kernel_specs};
+use qwen3_model::launch::{Kernels, QkvRopeWrite, RmsNorm, RowScale, TokenSource, kernel_specs};
 use rand::Rng;
 use rand::seq::SliceRandom;
 
@@ -267,8 +267,49 @@ fn rope_case(gpu: &Gpu, seed: u64, head_dim: usize, q_heads: usize, kv_heads: us
         page_size,
         eps,
     };
-    kernels.qkv_rope_write(&gpu.stream, &op).unwrap();
+    kernels.qkv_rope_write(&gpu.stream, &op, None).unwrap();
     let (q, k, v) = (gpu.get(&dq), gpu.get(&k), gpu.get(&v));
+
+    // Rows that their norm has not yet scaled, by powers of two, so that nothing is rounded.
+    let power = |row: usize| 2f32.powi((row % 7) as i32 - 2);
+    let unscaled: Vec<bf16> = (qkv.iter().enumerate())
+        .map(|(i, x)| bf16::from_f32(x.to_f32() * power(i / row)))
+        .collect();
+    let (width, columns) = (256, rows + 3);
+    let squares: Vec<f32> = (0..width / 64 * columns)
+        .map(|i| 64.0 * power(i % columns).powi(2))
+        .collect();
+    let squares = gpu.put(&squares);
+    let (unscaled, k2, v2) = (
+        gpu.put(&unscaled),
+        gpu.poisoned::<bf16>(kv_heads * tokens * head_dim),
+        gpu.poisoned::<bf16>(kv_heads * tokens * head_dim),
+    );
+    let scaled = QkvRopeWrite {
+        qkv: unscaled.as_slice(),
+        k_cache: k2.as_slice(),
+        v_cache: v2.as_slice(),
+        ..op
+    };
+    let scale = RowScale {
+        squares: squares.as_slice(),
+        width,
+        eps: 0.0,
+    };
+    kernels
+        .qkv_rope_write(&gpu.stream, &scaled, Some(&scale))
+        .unwrap();
+    let bits = |values: &[bf16]| -> Vec<u16> { values.iter().map(|x| x.to_bits()).collect() };
+    let queries = |qkv: &[bf16]| -> Vec<u16> {
+        let of = |row: &[bf16]| bits(&row[..q_heads * head_dim]);
+        qkv.chunks(row).flat_map(of).collect()
+    };
+    assert!(
+        queries(&gpu.get(&unscaled)) == queries(&q),
+        "{what}: queries of scaled rows"
+    );
+    assert!(bits(&gpu.get(&k2)) == bits(&k), "{what}: keys of scaled rows");
+    assert!(bits(&gpu.get(&v2)) == bits(&v), "{what}: values of scaled rows");
 
     let mut written = vec![false; kv_heads * tokens];
     let (mut got, mut plain, mut exact) = (Vec::new(), Vec::new(), Vec::new());

@@ -6,17 +6,19 @@ mod gpu_support;
 use cuda_graphs::DeviceBuffer;
 use gpu_support::{Gpu, assert_twice, bf16s, normals, rng, round};
 use half::bf16;
-use qwen3_model::launch::{QkvRopeWrite, StageOutput, WIDE_HEAD_DIM, WideProductOp, WideProducts};
+use qwen3_model::launch::{
+    GateUp, GateUpOp, QkvRopeWrite, StageOutput, WIDE_HEAD_DIM, WideProductOp, WideProducts,
+};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
 const EPS: f32 = 1e-6;
 /// Rows that the kernels are compiled for.
-const FORMS: [usize; 2] = [32, 64];
+const FORMS: [usize; 6] = [32, 64, 96, 128, 192, 256];
 
 fn products(gpu: &Gpu) -> WideProducts {
-    let loaded = WideProducts::load(&gpu.compiler, &gpu.device, 64).unwrap();
+    let loaded = WideProducts::load(&gpu.compiler, &gpu.device, 256).unwrap();
     loaded.expect("a device of compute capability 9.0")
 }
 
@@ -161,7 +163,9 @@ fn sums_into_the_residual_stream_agree_with_the_reference() {
     let mut rng = rng(1);
     // One chunk; fewer rows than a tile; ends within a tile and within 64 rows; many shares per tile.
     for (n, k) in [(64, 64), (80, 192), (320, 832), (2560, 128), (1024, 3072)] {
-        for rows in [1, 17, 32, 33, 48, 63, 64] {
+        for rows in [
+            1, 17, 32, 33, 48, 63, 64, 65, 80, 96, 100, 128, 129, 192, 201, 256,
+        ] {
             let weight = bf16s(&mut rng, n * k, 1.0 / (k as f32).sqrt());
             let x = bf16s(&mut rng, rows * k, 1.0);
             let residual = normals(&mut rng, rows * n, 1.0);
@@ -231,18 +235,64 @@ fn scaled_products_agree_with_the_reference() {
                     assert_twice(&what, &to_bf16(&got), &plain, &exact);
                     continue;
                 }
-                let gate = |all: &[f64], rounding: fn(f64) -> f64| -> Vec<f64> {
-                    all.chunks(n)
-                        .flat_map(|row| {
-                            let (gate, up) = row.split_at(n / 2);
-                            gate.iter()
-                                .zip(up)
-                                .map(|(g, u)| rounding(rounding(g / (1.0 + (-g).exp())) * u))
-                                .collect::<Vec<_>>()
-                        })
-                        .collect()
+                assert_twice(
+                    &what,
+                    &to_bf16(&got),
+                    &gated(&plain, n, round),
+                    &gated(&exact, n, |x| x),
+                );
+            }
+        }
+    }
+}
+
+/// `silu(gate) * up` of rows of `n` products.
+fn gated(products: &[f64], n: usize, rounding: fn(f64) -> f64) -> Vec<f64> {
+    let unit = |(g, u): (&f64, &f64)| rounding(rounding(g / (1.0 + (-g).exp())) * u);
+    let row = |row: &[f64]| -> Vec<f64> { row[..n / 2].iter().zip(&row[n / 2..]).map(unit).collect() };
+    products.chunks(n).flat_map(row).collect()
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn gate_and_up_agree_with_the_reference() {
+    let gpu = Gpu::open();
+    let products = products(&gpu);
+    let mut rng = rng(5);
+    // Fewer tiles than blocks; one a block, full or not; two a block; one chunk and many.
+    for (inner, k) in cuda_graphs::cases([(36, 64), (204, 320), (2052, 1024), (9728, 128), (12_004, 64)]) {
+        let kernels = GateUp::load(&gpu.compiler, &gpu.device, inner, 256)
+            .unwrap()
+            .unwrap();
+        let n = 2 * inner;
+        for rows in [1, 17, 32, 33, 64, 65, 96, 100, 128, 130, 192, 201, 256] {
+            let weight = bf16s(&mut rng, n * k, 1.0 / (k as f32).sqrt());
+            let input = Normed::random(&mut rng, &products, rows, k);
+            let unscaled: Vec<f64> = input.x.iter().map(|x| x.to_f64()).collect();
+            let (w, x, squares) = (gpu.put(&weight), gpu.put(&input.x), gpu.put(&input.squares));
+            for scaled in [true, false] {
+                // One row more, which is not theirs.
+                let out = gpu.poisoned::<bf16>((rows + 1) * inner);
+                let op = GateUpOp {
+                    rows,
+                    weight: w.as_slice(),
+                    input: x.as_slice(),
+                    squares: scaled.then_some(squares.as_slice()),
+                    eps: EPS,
+                    out: out.slice(..rows * inner).unwrap(),
                 };
-                assert_twice(&what, &to_bf16(&got), &gate(&plain, round), &gate(&exact, |x| x));
+                kernels.run(&gpu.stream, &op).unwrap();
+                let got = gpu.get(&out);
+                let (got, beyond) = got.split_at(rows * inner);
+                assert!(beyond.iter().all(|x| x.is_nan()), "{inner} x {k}, {rows} rows");
+                let [exact, plain] = match scaled {
+                    true => [&input.exact, &input.plain],
+                    false => [&unscaled, &unscaled],
+                }
+                .map(|x| multiply(x, &weight, k));
+                let plain: Vec<f64> = plain.into_iter().map(round).collect();
+                let what = format!("gate and up of {inner} x {k}, {rows} rows, scaled: {scaled}");
+                assert_twice(&what, got, &gated(&plain, n, round), &gated(&exact, n, |x| x));
             }
         }
     }
@@ -258,12 +308,12 @@ fn a_row_gives_the_same_bits_in_every_batch_of_a_form_and_at_every_run() {
     let weight = bf16s(&mut rng, n * k, 1.0 / (k as f32).sqrt());
     let norm = normals(&mut rng, n, 1.0);
     let bits = |values: &[f32]| -> Vec<u32> { values.iter().map(|x| x.to_bits()).collect() };
-    for most in FORMS {
+    for (fewer, most) in std::iter::once(0).chain(FORMS).zip(FORMS) {
         let x = bf16s(&mut rng, most * k, 1.0);
         let residual = normals(&mut rng, most * n, 1.0);
         let whole = run_residual(&gpu, &products, most, [&weight, &x], [&residual, &norm]);
         for _ in 0..20 {
-            let rows = rng.random_range(most / 2 + 1..=most);
+            let rows = rng.random_range(fewer + 1..=most);
             let first = rng.random_range(0..=most - rows);
             let (x, residual) = (&x[first * k..][..rows * k], &residual[first * n..][..rows * n]);
             let part = run_residual(&gpu, &products, rows, [&weight, x], [residual, &norm]);
@@ -332,7 +382,7 @@ fn run_heads(
     products.run(&gpu.stream, &op).unwrap();
     if !inside {
         let kernels = gpu.kernels(256, WIDE_HEAD_DIM);
-        kernels.qkv_rope_write(&gpu.stream, &heads).unwrap();
+        kernels.qkv_rope_write(&gpu.stream, &heads, None).unwrap();
     }
     let queries = |row: &[bf16]| row[..q_heads * WIDE_HEAD_DIM].to_vec();
     let qkv = gpu.get(&qkv);
@@ -398,8 +448,8 @@ fn norms_rotation_and_cache_inside_give_the_bits_of_the_kernel_of_their_own() {
 fn shapes_that_the_kernels_cannot_take_are_refused() {
     let gpu = Gpu::open();
     let products = products(&gpu);
-    let (weight, out) = (gpu.poisoned::<bf16>(64 * 64), gpu.poisoned::<f32>(65 * 64));
-    let input = gpu.poisoned::<bf16>(65 * 64);
+    let (weight, out) = (gpu.poisoned::<bf16>(64 * 64), gpu.poisoned::<f32>(257 * 64));
+    let input = gpu.poisoned::<bf16>(257 * 64);
     let refused = |rows: usize, weights: usize, inputs: usize, outputs: usize| {
         let op = WideProductOp {
             rows,
@@ -413,6 +463,7 @@ fn shapes_that_the_kernels_cannot_take_are_refused() {
         products.run(&gpu.stream, &op).unwrap_err().to_string()
     };
     assert!(refused(65, 64 * 64, 65 * 64, 65 * 64).contains("65 rows"));
+    assert!(refused(257, 64 * 64, 257 * 64, 257 * 64).contains("257 rows"));
     assert!(refused(0, 64 * 64, 0, 0).contains("0 rows"));
     assert!(refused(20, 64 * 32, 20 * 32, 20 * 64).contains("64 rows of 32 columns"));
     assert!(refused(20, 24 * 64, 20 * 64, 20 * 24).contains("24 rows of 64 columns"));

@@ -43,8 +43,8 @@ impl CudaBackend {
             &self.stream,
             &RmsNorm {
                 residual: w.residual.slice(..rows * hidden)?,
-                // The persistent kernel for weights in 4 bits has added it already.
-                delta: match self.in_four_bit_layers() {
+                // Kernels with the residual sum inside have added it already.
+                delta: match self.in_four_bit_layers() || self.wide_served().down {
                     true => None,
                     false => Some(w.delta.slice(..rows * hidden)?),
                 },
@@ -244,8 +244,13 @@ impl Backend for CudaBackend {
     }
 
     fn rms_norm(&mut self, layer: usize, norm: Norm) -> Result<()> {
-        let fused = self.in_any_layers() || self.wide().is_some();
-        if self.skips(Stage::Norm) || (fused && (layer, norm) != (0, Norm::Attention)) {
+        let served = self.wide_served();
+        let inside = self.in_any_layers()
+            || match norm {
+                Norm::Attention => served.down,
+                Norm::Mlp => served.o,
+            };
+        if self.skips(Stage::Norm) || (inside && (layer, norm) != (0, Norm::Attention)) {
             return Ok(());
         }
         let elements = self.n_rows() * self.config.hidden_size;
@@ -291,8 +296,10 @@ impl Backend for CudaBackend {
         if self.skips(Stage::of(matrix)) {
             return Ok(());
         }
-        if let Some((wide, rows)) = self.wide() {
-            return self.wide_project(wide, rows, layer, matrix);
+        if let Some((wide, rows, served)) = self.wide()
+            && served.has(matrix)
+        {
+            return self.wide_project(wide, rows, served, layer, matrix);
         }
         if self.project_four_bit(layer, matrix)? {
             return Ok(());
@@ -349,8 +356,11 @@ impl Backend for CudaBackend {
         if self.skips(Stage::Rope) || self.in_layers() || self.in_wide_qkv() {
             return Ok(());
         }
-        self.kernels
-            .qkv_rope_write(&self.stream, &self.rope_write(layer)?)
+        self.kernels.qkv_rope_write(
+            &self.stream,
+            &self.rope_write(layer)?,
+            self.wide_row_scale(layer)?.as_ref(),
+        )
     }
 
     fn attention(&mut self, layer: usize) -> Result<()> {
@@ -390,7 +400,7 @@ impl Backend for CudaBackend {
     }
 
     fn silu_mul(&mut self) -> Result<()> {
-        if self.skips(Stage::SiluMul) || self.in_any_layers() || self.wide().is_some() {
+        if self.skips(Stage::SiluMul) || self.in_any_layers() || self.wide_served().gate_up {
             return Ok(());
         }
         let (rows, inner) = (self.n_rows(), self.config.intermediate_size);
@@ -413,8 +423,10 @@ impl Backend for CudaBackend {
             Rows::Decode { bucket } => (bucket, self.workspace.logit_rows),
         };
         self.host_logits.clear();
-        if let Some((wide, rows)) = self.wide() {
-            return self.wide_head(wide, rows);
+        if let Some((wide, rows, served)) = self.wide()
+            && served.head
+        {
+            return self.wide_head(wide, rows, served);
         }
         if wanted <= room {
             return if wanted > 0 { self.head(0, wanted) } else { Ok(()) };

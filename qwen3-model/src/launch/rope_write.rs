@@ -42,6 +42,64 @@ pub struct QkvRopeWrite<'a> {
     pub eps: f32,
 }
 
+/// The norm that a product's input still lacked: rows of the product are divided by the root of its mean square.
+#[derive(Debug, Clone, Copy)]
+pub struct RowScale<'a> {
+    /// Sums of squares of 64 columns each: `[width / 64, columns]`, with at least as many columns as there are rows.
+    pub squares: DeviceSlice<'a, f32>,
+    /// Columns of the product's input, a multiple of 64.
+    pub width: usize,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// As in `kernels/qkv_rope_write.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+pub(super) struct QkvRopeWriteLaunch {
+    heads: QkvRopeWriteParams,
+    squares: u64,
+    chunks: u32,
+    columns: u32,
+    inverse_k: f32,
+    eps: f32,
+}
+
+impl QkvRopeWriteLaunch {
+    /// Checks the lengths, and keeps the memory for a capture of `stream`.
+    pub(super) fn new(
+        heads: QkvRopeWriteParams,
+        scale: Option<&RowScale<'_>>,
+        stream: &Stream,
+    ) -> Result<Self> {
+        let Some(scale) = scale else {
+            return Ok(Self {
+                heads,
+                ..Zeroable::zeroed()
+            });
+        };
+        let chunks = scale.width / 64;
+        let columns = scale.squares.len().checked_div(chunks).unwrap_or(0);
+        same("width", scale.width, chunks * 64)?;
+        same("squares", scale.squares.len(), chunks * columns)?;
+        if columns < heads.rows as usize {
+            return refuse(
+                "squares",
+                format!("are of {columns} rows, {} are asked for", heads.rows),
+            );
+        }
+        stream.keep_memory(scale.squares);
+        Ok(Self {
+            heads,
+            squares: scale.squares.ptr(),
+            chunks: small("width", chunks)?,
+            columns: small("columns", columns)?,
+            inverse_k: 1.0 / scale.width as f32,
+            eps: scale.eps,
+        })
+    }
+}
+
 /// As in `kernels/rope_write.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]

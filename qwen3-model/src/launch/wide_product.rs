@@ -1,4 +1,4 @@
-//! The launch of `kernels/wide_product.cuh`: one matrix product of a decode step of 17 to 64 rows, with what lies between
+//! The launch of `kernels/wide_product.cuh`: one matrix product of a decode step of 17 to 256 rows, with what lies between
 //! it and its neighbours. See there for how it works and why.
 
 use bytemuck::{Pod, Zeroable};
@@ -11,14 +11,19 @@ use half::bf16;
 use super::decode_layers::HOPPER;
 use super::rope_write::{QkvRopeWrite, QkvRopeWriteParams};
 use super::stage_output::{OutputParams, StageOutput};
+use super::wgmma::product_header;
 use super::{COMMON, ROPE, ROPE_WRITE, aligned, refuse, same, small};
 use crate::Result;
 
-const WGMMA: Header = Header::new("wgmma.cuh", include_str!("../../kernels/wgmma.cuh"));
+pub(super) const WGMMA: Header = Header::new("wgmma.cuh", include_str!("../../kernels/wgmma.cuh"));
+pub(super) const WIDE_COMMON: Header =
+    Header::new("wide_common.cuh", include_str!("../../kernels/wide_common.cuh"));
 const WIDE: Header = Header::new("wide_product.cuh", include_str!("../../kernels/wide_product.cuh"));
 
 /// Columns of X and W in one step of the kernel.
-const CHUNK: usize = 64;
+pub(super) const CHUNK: usize = 64;
+/// Shared memory of a block at most.
+pub(super) const SHARED_BYTES: usize = 227 * 1024;
 /// Rows of the weight in a block's tile.
 const TILE_ROWS: usize = 128;
 /// Of the heads that a product can norm and rotate: a tile is one.
@@ -50,7 +55,27 @@ struct Form {
 }
 
 /// Measured on an H200: see docs/performance.md.
-const FORMS: [Form; 2] = [Form::new(32, [12, 6], 3), Form::new(64, [9, 7], 3)];
+const FORMS: [Form; WIDE_COLUMNS.len()] = [
+    Form::new(WIDE_COLUMNS[0], [12, 6], 3),
+    Form::new(WIDE_COLUMNS[1], [9, 7], 3),
+    Form::new(WIDE_COLUMNS[2], [8, 7], 3),
+    Form::new(WIDE_COLUMNS[3], [7, 6], 3),
+    Form::new(WIDE_COLUMNS[4], [6, 5], 3),
+    Form::new(WIDE_COLUMNS[5], [5, 4], 3),
+];
+/// Batch rows that kernels are compiled for.
+pub(super) const WIDE_COLUMNS: [usize; 6] = [32, 64, 96, 128, 192, 256];
+/// Up to so many rows every kind of product has a kernel, beyond it [`StageOutput::Residual`] alone.
+pub const WIDE_ALL_KINDS: usize = 64;
+
+/// What must be compiled for batches of up to `max_rows`.
+pub(super) fn columns_of(max_rows: usize) -> &'static [usize] {
+    let smaller = WIDE_COLUMNS
+        .iter()
+        .take_while(|&&columns| columns < max_rows)
+        .count();
+    WIDE_COLUMNS.get(..=smaller).unwrap_or(&WIDE_COLUMNS)
+}
 
 impl Form {
     const fn new(columns: usize, [w_slots, x_slots]: [usize; 2], flying: usize) -> Self {
@@ -74,16 +99,32 @@ impl Form {
             include_str!("../../kernels/wide_product.cu"),
         );
         let spec = spec
-            .headers([COMMON, HOPPER, ROPE, ROPE_WRITE, WGMMA, WIDE])
+            .headers([
+                COMMON,
+                HOPPER,
+                ROPE,
+                ROPE_WRITE,
+                WGMMA,
+                product_header(self.columns / 8),
+            ])
+            .headers([WIDE_COMMON, WIDE])
             .define("OF_COLUMNS", self.columns)
             .define("OF_W_SLOTS", self.w_slots)
             .define("OF_X_SLOTS", self.x_slots)
             .define("OF_W_FLYING", self.flying)
             .archs(Archs::Only(vec![Arch::SM_90A]));
         // One block of 352 threads per multiprocessor.
-        KINDS
-            .into_iter()
-            .fold(spec, |spec, kind| spec.entry(kind, Limits::registers(168)))
+        let kinds = KINDS.into_iter().take(self.kinds());
+        kinds.fold(spec, |spec, kind| spec.entry(kind, Limits::registers(168)))
+    }
+
+    /// So many of [`KINDS`].
+    const fn kinds(&self) -> usize {
+        if self.columns <= WIDE_ALL_KINDS {
+            KINDS.len()
+        } else {
+            1
+        }
     }
 }
 
@@ -109,7 +150,7 @@ pub struct WideProductOp<'a> {
     pub squares: Option<DeviceSlice<'a, f32>>,
     /// Added to the mean square.
     pub eps: f32,
-    /// Where it goes.
+    /// Where it goes; [`StageOutput::Residual`] beyond [`WIDE_ALL_KINDS`] rows.
     pub output: StageOutput<'a>,
     /// The product, which goes to [`StageOutput::Bf16`], is queries, keys and values of heads of [`WIDE_HEAD_DIM`]: norms and rotation of
     /// queries and keys and the write of keys and values are part of the launch. `qkv` of the operands is the output, of
@@ -181,7 +222,7 @@ impl Deal {
 #[derive(Debug)]
 pub struct WideProducts {
     /// By form, then by kind.
-    kernels: Vec<[Kernel; KINDS.len()]>,
+    kernels: Vec<Vec<Kernel>>,
     blocks: usize,
     /// f32, four per entry: `[blocks, 2, 2, columns / 8, 128]`.
     partial: DeviceBuffer<f32>,
@@ -200,14 +241,15 @@ impl WideProducts {
         if device.arch() != Arch::SM_90A {
             return Ok(None);
         }
-        let needed = FORMS.iter().take_while(|form| form.columns / 2 < max_rows);
-        let forms: Vec<&Form> = FORMS.iter().take(needed.count().max(1)).collect();
-        let specs: Vec<_> = forms.iter().map(|form| form.spec()).collect();
+        let forms = &FORMS[..columns_of(max_rows).len()];
+        let specs: Vec<_> = forms.iter().map(Form::spec).collect();
         let modules = compiler.load_all(device, &specs)?;
         let mut kernels = Vec::with_capacity(forms.len());
         for (form, module) in forms.iter().zip(&modules) {
-            let of = |kind: usize| -> Result<Kernel> { Ok(module.kernel(KINDS[kind])?) };
-            let of_form = [of(0)?, of(1)?, of(2)?, of(3)?, of(4)?];
+            let kinds = KINDS.iter().take(form.kinds());
+            let of_form = kinds
+                .map(|kind| Ok(module.kernel(kind)?))
+                .collect::<Result<Vec<_>>>()?;
             for kernel in &of_form {
                 // Blocks wait for each other, so all must be resident.
                 if kernel.blocks_per_multiprocessor(THREADS, form.shared_bytes() as u32)? == 0 {
@@ -295,7 +337,7 @@ impl WideProducts {
         } = op.output.accept(stream, rows, n, self.squares_len(rows, n))?;
         let params = WideParams {
             w_map: weight_map(op.weight, n, k, kind as usize == GATED)?,
-            x_map: input_map(op.input, rows, k, form)?,
+            x_map: input_map(op.input, rows, k, form.columns)?,
             out,
             norm,
             normed,
@@ -317,12 +359,15 @@ impl WideProducts {
         let config = LaunchConfig::new(self.blocks as u32, THREADS)
             .dynamic_shared_bytes(form.shared_bytes() as u32)
             .programmatic(true);
-        let kernels = &self.kernels[which];
+        let kernel = |kind: usize| match self.kernels[which].get(kind) {
+            Some(kernel) => Ok(kernel),
+            None => refuse("output", format!("is not possible for {rows} rows")),
+        };
         let Some(heads) = op.heads else {
             // SAFETY: every buffer has the length that the kernel gives it, checked here and in `StageOutput::accept`, and is
             // kept by a capture; `partial` and `arrived` are made for this many blocks, all of which are resident, as `load`
             // made sure.
-            return Ok(unsafe { kernels[kind as usize].launch(stream, &config, &params) }?);
+            return Ok(unsafe { kernel(kind as usize)?.launch(stream, &config, &params) }?);
         };
         if kind as usize != BF16 || heads.qkv.ptr() != out {
             return refuse(
@@ -336,7 +381,7 @@ impl WideProducts {
         };
         same("positions", heads.positions.len(), rows)?;
         // SAFETY: as above; of heads, what `qkv_rope_write` checks is checked in `QkvRopeWrite::accept` and in the kernel.
-        Ok(unsafe { kernels[HEADS].launch(stream, &config, &params) }?)
+        Ok(unsafe { kernel(HEADS)?.launch(stream, &config, &params) }?)
     }
 }
 
@@ -359,12 +404,17 @@ fn weight_map(matrix: DeviceSlice<'_, bf16>, n: usize, k: usize, gated: bool) ->
 }
 
 /// `[rows, k]` in boxes of 64 columns and all batch rows.
-fn input_map(matrix: DeviceSlice<'_, bf16>, rows: usize, k: usize, form: &Form) -> Result<TensorMap> {
+pub(super) fn input_map(
+    matrix: DeviceSlice<'_, bf16>,
+    rows: usize,
+    k: usize,
+    columns: usize,
+) -> Result<TensorMap> {
     let spec = TensorMapSpec {
         element: TensorElement::Bf16,
         dims: &[k as u64, rows as u64],
         strides: &[2 * k as u64],
-        box_dims: &[CHUNK as u32, form.columns as u32],
+        box_dims: &[CHUNK as u32, columns as u32],
         swizzle: Swizzle::Bytes128,
     };
     Ok(TensorMap::tiled(matrix, &spec)?)
@@ -432,7 +482,7 @@ mod tests {
     #[test]
     fn shared_memory_fits_a_multiprocessor() {
         for form in FORMS {
-            assert!(form.shared_bytes() <= 227 * 1024, "{form:?}");
+            assert!(form.shared_bytes() <= SHARED_BYTES, "{form:?}");
             assert!(
                 form.shared_bytes() >= 16 * form.columns * 4,
                 "sums of squares need room: {form:?}"

@@ -1,0 +1,26 @@
+// What the products of decode steps of many rows share: how weights and activations come into shared memory.
+#pragma once
+#include "hopper.cuh"
+#include "wgmma.cuh"
+
+// Weights are read once: they shall not drive activations and sums out of the L2 cache.
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// The box of 64 columns from `k`, 8 groups of 2 · 8 rows from `group`.
+__device__ __forceinline__ void copy_weights(u32 to, const void* map, u32 k, u32 group, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
+        ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(group), "r"(barrier), "l"(policy) : "memory");
+}
+// The box of 64 columns from `k`, all batch rows.
+__device__ __forceinline__ void copy_activations(u32 to, const void* map, u32 k, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }

@@ -1,0 +1,296 @@
+//! The launch of `kernels/gate_up.cuh`: gate and up of a decode step, with the norm before and the gated unit behind them.
+
+use bytemuck::{Pod, Zeroable};
+use cuda_graphs::{
+    Arch, Archs, Compiler, Device, DeviceSlice, Kernel, KernelSpec, LaunchConfig, Limits, Stream, Swizzle,
+    TensorElement, TensorMap, TensorMapSpec,
+};
+use half::bf16;
+
+use super::decode_layers::HOPPER;
+use super::wgmma::product_header;
+use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COLUMNS, WIDE_COMMON, columns_of, input_map};
+use super::{COMMON, aligned, refuse, same, small};
+use crate::Result;
+
+/// Rows of the weight in a tile are a multiple of this: four of gate and four of up.
+const GROUP: usize = 8;
+/// Most rows of the weight in a tile: half as many registers hold a thread's sums.
+const MOST_TILE_ROWS: usize = 160;
+/// The tile of Qwen3-4B on an H200, by which the kernel is checked where there is no device.
+const USUAL_TILE_ROWS: usize = 152;
+
+/// A specialisation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Form {
+    /// Batch rows; fewer are padded.
+    columns: usize,
+    /// Rows of the weight in a tile.
+    tile_rows: usize,
+}
+
+impl Form {
+    /// Warpgroups that multiply 64 batch rows each.
+    const fn groups(&self) -> usize {
+        self.columns.div_ceil(64)
+    }
+
+    /// As `GateUpMemory::THREADS` in the kernel.
+    const fn threads(&self) -> usize {
+        match self.groups() {
+            4 => 512,
+            groups => groups * 128 + 64,
+        }
+    }
+
+    /// Of a thread at most: warps are given registers by fours.
+    const fn registers(&self) -> u32 {
+        let most = 65_536 / self.threads().next_multiple_of(128) / 8 * 8;
+        if most < 255 { most as u32 } else { 255 }
+    }
+
+    /// Slots of the ring of activations; measured on an H200, see docs/performance.md.
+    const fn x_slots(&self) -> usize {
+        match self.columns {
+            ..=64 => 6,
+            65..=96 => 5,
+            _ => 4,
+        }
+    }
+
+    const fn x_bytes(&self) -> usize {
+        (self.x_slots() * self.columns + self.groups() * 64 - self.columns) * 2 * CHUNK
+    }
+
+    /// Slots of the ring of weights: what is left.
+    const fn w_slots(&self) -> usize {
+        let fit = (SHARED_BYTES - 1024 - self.x_bytes()) / (self.tile_rows * 2 * CHUNK);
+        if fit < 10 { fit } else { 10 }
+    }
+
+    /// As `GateUpMemory::BYTES` in the kernel.
+    const fn shared_bytes(&self) -> usize {
+        let rings = self.w_slots() * self.tile_rows * 2 * CHUNK + self.x_bytes();
+        rings + 16 * (self.w_slots() + self.x_slots())
+    }
+
+    fn spec(&self) -> KernelSpec {
+        KernelSpec::new(
+            format!("wide_gate_up<{}, {}>", self.columns, self.tile_rows),
+            include_str!("../../kernels/gate_up.cu"),
+        )
+        .headers([
+            COMMON,
+            HOPPER,
+            WGMMA,
+            product_header(self.tile_rows / 8),
+            WIDE_COMMON,
+        ])
+        .headers([cuda_graphs::Header::new(
+            "gate_up.cuh",
+            include_str!("../../kernels/gate_up.cuh"),
+        )])
+        .define("OF_COLUMNS", self.columns)
+        .define("OF_TILE", self.tile_rows)
+        .define("OF_W_SLOTS", self.w_slots())
+        .define("OF_X_SLOTS", self.x_slots())
+        .define("OF_W_FLYING", 3)
+        .archs(Archs::Only(vec![Arch::SM_90A]))
+        // One block per multiprocessor.
+        .entry("wide_gate_up", Limits::registers(self.registers()))
+    }
+}
+
+/// Every specialisation, for the usual tile.
+pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
+    let form = |columns| Form {
+        columns,
+        tile_rows: USUAL_TILE_ROWS,
+    };
+    WIDE_COLUMNS.into_iter().map(move |columns| form(columns).spec())
+}
+
+/// The height of tiles with which `n` rows of weights are spread most evenly over `blocks` blocks.
+fn tile_rows(n: usize, blocks: usize) -> usize {
+    let rounds = n.div_ceil(blocks * MOST_TILE_ROWS);
+    n.div_ceil(blocks * rounds).next_multiple_of(GROUP)
+}
+
+/// One product with what is around it: `out = silu(gate) * up`.
+#[derive(Debug, Clone, Copy)]
+pub struct GateUpOp<'a> {
+    /// Batch rows, one of [`WIDE_ROWS`](super::WIDE_ROWS).
+    pub rows: usize,
+    /// `[2 * inner, K]`, gate above up, row-major; K a multiple of 64.
+    pub weight: DeviceSlice<'a, bf16>,
+    /// `[rows, K]`.
+    pub input: DeviceSlice<'a, bf16>,
+    /// Sums of squares that belong to `input`: the product is divided by the root of their mean. See
+    /// [`WideProducts::squares_len`](super::WideProducts::squares_len).
+    pub squares: Option<DeviceSlice<'a, f32>>,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// `[rows, inner]`.
+    pub out: DeviceSlice<'a, bf16>,
+}
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct GateUpParams {
+    w_map: TensorMap,
+    x_map: TensorMap,
+    out: u64,
+    squares_in: u64,
+    rows: u32,
+    units: u32,
+    chunks: u32,
+    tiles: u32,
+    inverse_k: f32,
+    eps: f32,
+    unused: [u32; 6],
+}
+
+/// The kernels for one width, loaded on one device.
+#[derive(Debug)]
+pub struct GateUp {
+    kernels: Vec<(Form, Kernel)>,
+    inner: usize,
+    blocks: usize,
+}
+
+impl GateUp {
+    /// Compiles and loads the kernels for weights of `2 * inner` rows and up to `max_rows` batch rows (those of
+    /// [`WIDE_ROWS`](super::WIDE_ROWS) if it is more), or takes them from the compiler's cache. `None` on a device that
+    /// cannot run them and for an `inner` that is no multiple of 4.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn load(compiler: &Compiler, device: &Device, inner: usize, max_rows: usize) -> Result<Option<Self>> {
+        let blocks = device.info().multiprocessors as usize;
+        if device.arch() != Arch::SM_90A || inner == 0 || !inner.is_multiple_of(4) {
+            return Ok(None);
+        }
+        let tile_rows = tile_rows(2 * inner, blocks);
+        let forms: Vec<Form> = columns_of(max_rows)
+            .iter()
+            .map(|&columns| Form { columns, tile_rows })
+            .collect();
+        let specs: Vec<_> = forms.iter().map(Form::spec).collect();
+        let modules = compiler.load_all(device, &specs)?;
+        let kernel = |module: &cuda_graphs::Module| Ok(module.kernel("wide_gate_up")?);
+        let kernels: Vec<Kernel> = modules.iter().map(kernel).collect::<Result<_>>()?;
+        Ok(Some(Self {
+            kernels: forms.into_iter().zip(kernels).collect(),
+            inner,
+            blocks,
+        }))
+    }
+
+    /// Gives one launch to `stream`. Weights may be read before the kernels ahead in the stream have ended: whoever writes
+    /// weights must wait for the device before more work is given to the stream.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) for lengths that do not fit each other;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn run(&self, stream: &Stream, op: &GateUpOp<'_>) -> Result<()> {
+        let rows = op.rows;
+        let fits = |form: &Form| rows > 0 && rows <= form.columns;
+        let Some((form, kernel)) = self.kernels.iter().find(|(form, _)| fits(form)) else {
+            return refuse("rows", format!("{rows} rows at once are not possible"));
+        };
+        let k = op.input.len() / rows;
+        if k == 0 || !k.is_multiple_of(CHUNK) {
+            return refuse("input", format!("of {k} columns is not possible"));
+        }
+        same("input", op.input.len(), rows * k)?;
+        same("weight", op.weight.len(), 2 * self.inner * k)?;
+        same("output", op.out.len(), rows * self.inner)?;
+        aligned("weight", op.weight.ptr(), 16)?;
+        aligned("output", op.out.ptr(), 8)?;
+        if let Some(squares) = op.squares {
+            same("squares", squares.len(), k / CHUNK * form.columns)?;
+            stream.keep_memory(squares);
+        }
+        for buffer in [op.weight, op.input, op.out] {
+            stream.keep_memory(buffer);
+        }
+        let tiles = (2 * self.inner).div_ceil(form.tile_rows);
+        let params = GateUpParams {
+            w_map: self.weight_map(op.weight, k, form)?,
+            x_map: input_map(op.input, rows, k, form.columns)?,
+            out: op.out.ptr(),
+            squares_in: op.squares.map_or(0, |squares| squares.ptr()),
+            rows: small("rows", rows)?,
+            units: small("columns", self.inner)?,
+            chunks: small("chunks", k / CHUNK)?,
+            tiles: small("tiles", tiles)?,
+            inverse_k: 1.0 / k as f32,
+            eps: op.eps,
+            ..Zeroable::zeroed()
+        };
+        let config = LaunchConfig::new(self.blocks.min(tiles) as u32, form.threads() as u32)
+            .dynamic_shared_bytes(form.shared_bytes() as u32)
+            .programmatic(true);
+        // SAFETY: every buffer has the length that the kernel gives it, checked here, and is kept by a capture; the kernel
+        // writes rows and columns that exist alone.
+        Ok(unsafe { kernel.launch(stream, &config, &params) }?)
+    }
+
+    /// Gate above up in boxes of 64 columns and groups of four rows of each in turn.
+    fn weight_map(&self, weight: DeviceSlice<'_, bf16>, k: usize, form: &Form) -> Result<TensorMap> {
+        let row = 2 * k as u64;
+        let spec = TensorMapSpec {
+            element: TensorElement::Bf16,
+            dims: &[k as u64, 4, 2, self.inner as u64 / 4],
+            strides: &[row, self.inner as u64 * row, 4 * row],
+            box_dims: &[CHUNK as u32, 4, 2, (form.tile_rows / GROUP) as u32],
+            swizzle: Swizzle::Bytes128,
+        };
+        Ok(TensorMap::tiled(weight, &spec)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_fill_whole_rounds_of_the_device() {
+        for (inner, expected) in [
+            (3072, 48),
+            (6144, 96),
+            (9728, 152),
+            (12_288, 96),
+            (17_408, 136),
+            (25_600, 136),
+        ] {
+            let rows = tile_rows(2 * inner, 132);
+            assert_eq!(rows, expected);
+            let tiles = (2 * inner).div_ceil(rows);
+            let rounds = tiles.div_ceil(132);
+            assert!(
+                tiles * 100 >= rounds * 132 * 92,
+                "{inner}: {tiles} tiles of {rows}"
+            );
+        }
+        for n in 1..3000 {
+            let rows = tile_rows(8 * n, 132);
+            assert!(
+                rows.is_multiple_of(GROUP) && (GROUP..=MOST_TILE_ROWS).contains(&rows),
+                "{n}: {rows}"
+            );
+        }
+    }
+
+    #[test]
+    fn shared_memory_fits_a_multiprocessor() {
+        for columns in WIDE_COLUMNS {
+            for tile_rows in (GROUP..=MOST_TILE_ROWS).step_by(GROUP) {
+                let form = Form { columns, tile_rows };
+                assert!(form.shared_bytes() <= SHARED_BYTES, "{form:?}");
+                assert!(form.w_slots() >= 4, "{form:?}");
+            }
+        }
+        assert_eq!(size_of::<GateUpParams>(), 320);
+    }
+}
