@@ -3,6 +3,8 @@
 #![cfg_attr(feature = "cuda", deny(unsafe_code))]
 
 mod adapter;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 mod block;
 mod config;
 #[cfg(feature = "cuda")]
@@ -16,6 +18,7 @@ mod merge;
 mod module;
 mod panels;
 mod pattern;
+mod portable;
 mod random;
 mod resolve;
 mod rounding;

@@ -20,13 +20,13 @@
 //! # How it is fast
 //! ```text
 //! right:  packed once into panels of 16 columns  [panel][k][16]     read through L2, reused by all rows
-//! task:   96 rows (rayon). Sums stay in registers from the first product to the rounding:
-//!         of low ranks, 1 row × 32 columns, row after row, so that the processor fetches W₀ and out ahead;
-//!         of high ones, 6 rows × 16 columns, so that a right factor is read for 6 rows at once
+//! task:   96 rows (rayon), 4 at a time × 16 columns: sums stay in registers until they are rounded
 //! W₀, out: each element is read once and written once
 //! ```
+//! With AVX2 what was rounded is tested afterwards, 128 columns of a row at a time: two loops of short dependencies
+//! keep a processor busier than one of long ones.
 
-use crate::block::{Block, Width};
+use crate::block::{Block, width};
 use crate::panels::Panels;
 use crate::resolve::check_length;
 use crate::{Error, LowRankTerm, ModuleUpdate, Result};
@@ -199,13 +199,26 @@ pub(crate) fn merge_with(
     if let Some(replacement) = &update.replacement {
         return replace(w0, replacement, columns, out);
     }
-    let panels = Panels::pack(update, columns, Arch::new().dispatch(Width));
+    merge_tasks(w0, update, factors, out, width(), |block| block.merge())
+}
+
+/// The merge in tasks, with panels of `width` columns.
+pub(crate) fn merge_tasks(
+    w0: &[bf16],
+    update: &ModuleUpdate,
+    factors: &RowFactors,
+    out: &mut [bf16],
+    width: usize,
+    merge: impl Fn(Block<'_>) + Sync,
+) -> Result<MergeOutcome> {
+    let (_, columns) = update.shape();
+    let panels = Panels::pack(update, columns, width, factors.gain.is_some());
     let tally = Tally::new();
     out.par_chunks_mut(ROWS_PER_TASK * columns)
         .zip(w0.par_chunks(ROWS_PER_TASK * columns))
         .enumerate()
         .for_each(|(task, (out, w0))| {
-            let block = Block {
+            merge(Block {
                 first_row: task * ROWS_PER_TASK,
                 w0,
                 out,
@@ -213,8 +226,7 @@ pub(crate) fn merge_with(
                 factors,
                 panels: &panels,
                 tally: &tally,
-            };
-            Arch::new().dispatch(block);
+            });
         });
     tally.outcome(columns)
 }

@@ -20,11 +20,13 @@ use half::bf16;
 use pulp::Simd;
 
 /// Rows held in registers.
-pub(crate) const MR: usize = 6;
+pub(crate) const MR: usize = 4;
 /// Products that are added in one go; longer sums are cut, which keeps the error bound small.
 pub(crate) const RUN: usize = 16;
-/// Bound on the roundings of g·W₀ relative to it: four times what is needed.
-const SLACK: f32 = 2.4e-7;
+/// Units in the last place that cover the roundings of a value and of its ends.
+pub(crate) const SLACK: u32 = 2;
+/// The same, if W₀ has a factor, for which and for whose product they are rounded as well.
+pub(crate) const GAIN_SLACK: u32 = 8;
 /// Half the distance between two bf16 in bits of an f32.
 const HALF: u32 = 0x8000;
 /// The bits of an f32 that are a bf16.
@@ -56,29 +58,6 @@ pub(crate) fn multiply<S: Simd, const H: usize>(simd: S, left: &[f32], right: &[
             for parity in 0..2 {
                 for i in 0..H {
                     sums[row][parity][i] = simd.add_f32s(sums[row][parity][i], more[row][parity][i]);
-                }
-            }
-        }
-    }
-    sums
-}
-
-/// `left · right` of one row and `N` panels, of `[k]` and `[k][W]` each. For ranks up to [`RUN`].
-#[inline(always)]
-pub(crate) fn multiply_row<S: Simd, const H: usize, const N: usize>(
-    simd: S,
-    left: &[f32],
-    right: [&[f32]; N],
-) -> [Line<S, H>; N] {
-    let right = right.map(|right| S::as_simd_f32s(right).0);
-    let mut sums = [[[simd.splat_f32s(0.0); H]; 2]; N];
-    for (k, l) in left.iter().enumerate() {
-        let l = simd.splat_f32s(*l);
-        for (sums, right) in sums.iter_mut().zip(right) {
-            let line = &right[k * 2 * H..][..2 * H];
-            for parity in 0..2 {
-                for i in 0..H {
-                    sums[parity][i] = simd.mul_add_e_f32s(l, line[parity * H + i], sums[parity][i]);
                 }
             }
         }
@@ -119,6 +98,8 @@ pub(crate) struct Row<'a, const W: usize> {
     pub(crate) bound: f32,
     /// Factor on W₀.
     pub(crate) gain: f32,
+    /// Units in the last place to be added to the error.
+    pub(crate) slack: u32,
 }
 
 impl<const W: usize> Row<'_, W> {
@@ -132,7 +113,8 @@ impl<const W: usize> Row<'_, W> {
     ) -> S::u32s {
         debug_assert_eq!(W, 2 * H * S::F32_LANES);
         let (half, upper, sixteen) = (simd.splat_u32s(HALF), simd.splat_u32s(UPPER), simd.splat_u32s(16));
-        let (outward, inward) = (simd.splat_u32s(HALF + 2), simd.splat_u32s(HALF - 2));
+        let outward = simd.splat_u32s(HALF + self.slack);
+        let inward = simd.splat_u32s(HALF - self.slack);
         let finite = simd.splat_i32s(GREATEST);
         let bound = simd.splat_f32s(self.bound);
         let (norms, _) = S::as_simd_f32s(self.norms);
@@ -155,16 +137,8 @@ impl<const W: usize> Row<'_, W> {
                 let value = simd.add_f32s(base, sums[parity][i]);
                 let size = simd.abs_f32s(value);
                 let norm = norms[parity * H + i];
-                let (far, near) = if GAIN {
-                    let slack = simd.mul_f32s(simd.splat_f32s(SLACK), simd.abs_f32s(base));
-                    let error = simd.mul_add_e_f32s(bound, norm, slack);
-                    (simd.add_f32s(size, error), simd.sub_f32s(size, error))
-                } else {
-                    (
-                        simd.mul_add_e_f32s(bound, norm, size),
-                        simd.negate_mul_add_e_f32s(bound, norm, size),
-                    )
-                };
+                let far = simd.mul_add_e_f32s(bound, norm, size);
+                let near = simd.negate_mul_add_e_f32s(bound, norm, size);
                 // Infinity and NaN become finite in one of the two alone.
                 let near = simd.transmute_i32s_u32s(simd.transmute_u32s_f32s(near));
                 let near = simd.transmute_u32s_i32s(simd.min_i32s(near, finite));
@@ -186,20 +160,44 @@ impl<const W: usize> Row<'_, W> {
     pub(crate) fn is_open(&self, column: usize, sum: f32) -> bool {
         let base = self.gain * self.w0[column].to_f32();
         // A little more than above, where operations are fused or not.
-        let slack = if self.gain == 1.0 { 0.0 } else { SLACK * base.abs() };
-        let error = 1.000_01 * (self.bound * self.norms[place(column, W)] + slack);
+        let error = 1.000_01 * (self.bound * self.norms[place(column, W)]);
         let size = (base + sum).abs();
         let (far, near) = ((size + error).to_bits(), (size - error).to_bits());
         let near = (near as i32).min(GREATEST) as u32;
-        (far.wrapping_add(HALF + 3) ^ near.wrapping_add(HALF - 3)) & UPPER != 0
+        (far.wrapping_add(HALF + self.slack + 1) ^ near.wrapping_add(HALF - self.slack - 1)) & UPPER != 0
     }
 }
 
 /// Whether `round` left anything open that gave these bits, or some of them together.
 #[inline(always)]
 pub(crate) fn any_open<S: Simd>(simd: S, open: S::u32s) -> bool {
-    let open = simd.greater_than_u32s(open, simd.splat_u32s(!UPPER));
-    simd.first_true_m32s(open) < S::F32_LANES
+    let upper = simd.and_u32s(open, simd.splat_u32s(UPPER));
+    any(upper)
+}
+
+/// `all`, and bits in which the two differ.
+#[inline(always)]
+pub(crate) fn differences<S: Simd, const W: usize>(
+    simd: S,
+    mut all: S::u32s,
+    one: &[bf16; W],
+    other: &[bf16; W],
+) -> S::u32s {
+    let size = size_of::<S::u32s>();
+    let (one, other): (&[u8], &[u8]) = (bytemuck::cast_slice(one), bytemuck::cast_slice(other));
+    for i in 0..2 * W / size {
+        let one: S::u32s = bytemuck::pod_read_unaligned(&one[i * size..][..size]);
+        let other: S::u32s = bytemuck::pod_read_unaligned(&other[i * size..][..size]);
+        all = simd.or_u32s(all, simd.xor_u32s(one, other));
+    }
+    all
+}
+
+/// Whether any bit is set.
+#[inline(always)]
+pub(crate) fn any<V: bytemuck::NoUninit>(bits: V) -> bool {
+    let words: &[u32] = bytemuck::cast_slice(std::slice::from_ref(&bits));
+    words.iter().fold(0, |all, word| all | word) != 0
 }
 
 #[cfg(test)]
