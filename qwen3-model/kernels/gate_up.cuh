@@ -1,4 +1,4 @@
-// Gate and up of a decode step: bf16 [rows, N / 2] = silu(gate) · up, for any number of batch rows up to 256.
+// Gate and up of a decode step: bf16 [rows, N / 2] = silu(gate) · up, for 65 to 256 batch rows.
 //
 // Other than in wide_product.cuh the batch is the 64-row operand of the tensor cores, 64 rows a warpgroup, and weights are
 // the other one, which may have any multiple of 8 rows: there is a height of tiles with which each block has one tile, or

@@ -31,19 +31,6 @@ struct QkvRopeWriteLaunch {
     float eps;
 };
 
-// 1 / root mean square of a batch row, by one warp.
-__device__ __forceinline__ float row_scale(const QkvRopeWriteLaunch& p, u32 row, u32 lane) {
-    constexpr u32 AT_ONCE = 2;
-    float sum = 0.f;
-    for (u32 i = lane; i < p.chunks; i += 32 * AT_ONCE) {
-        float x[AT_ONCE];
-#pragma unroll
-        for (u32 q = 0; q < AT_ONCE; ++q) x[q] = i + q * 32 < p.chunks ? p.squares[(u64)(i + q * 32) * p.columns + row] : 0.f;
-#pragma unroll
-        for (u32 q = 0; q < AT_ONCE; ++q) sum += x[q];
-    }
-    return 1.f / sqrtf(warp_sum(sum) * p.inverse_k + p.eps);
-}
 __device__ __forceinline__ void load_part(const u16* from, float (&out)[PAIRS]) {
 #if PAIRS == 2
     const u32 bits = *reinterpret_cast<const u32*>(from);
@@ -63,30 +50,38 @@ __device__ __forceinline__ void store_part(u16* to, const float (&in)[PAIRS]) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
+extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, 6)
     qkv_rope_write(const QkvRopeWriteLaunch launch) {
     const QkvRopeWriteParams& p = launch.heads;
+    __shared__ float sums[ROPE_WARPS];
     pdl_release();
     pdl_wait();
     const u32 heads = p.q_heads + 2 * p.kv_heads;
-    const u32 head = blockIdx.y * ROPE_WARPS + (threadIdx.x >> 5);
+    const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const u32 head = blockIdx.y * ROPE_WARPS + warp;
     const u32 row = blockIdx.x;
-    if (head >= heads) return;
-    const u32 lane = threadIdx.x & 31;
     const u32 low = lane * PAIRS;
     const u32 high = HEAD_DIM / 2 + lane * PAIRS;
 
-    const u16* in = p.qkv + ((u64)row * heads + head) * HEAD_DIM;
-    float a[PAIRS], b[PAIRS];
-    load_part(in + low, a);
-    load_part(in + high, b);
-    // All loads are asked for before the first is waited for.
-    const bool rotated = head < p.q_heads + p.kv_heads;
+    // The sums of a row lie far apart, a line for each: every warp of the block loads some, before anything is waited for.
+    const u32 chunk = lane * ROPE_WARPS + warp;
+    float squares = 0.f;
+    if (launch.squares && chunk < launch.chunks) squares = launch.squares[(u64)chunk * launch.columns + row];
+    float a[PAIRS] = {}, b[PAIRS] = {};
     Rotation rotation = {};
-    if (rotated) rotation = rotation_of(p, head, row, lane);
-    u16* out = place_of(p, head, row);
+    u16* out = nullptr;
+    const bool rotated = head < p.q_heads + p.kv_heads;
+    if (head < heads) {
+        const u16* in = p.qkv + ((u64)row * heads + head) * HEAD_DIM;
+        load_part(in + low, a);
+        load_part(in + high, b);
+        if (rotated) rotation = rotation_of(p, head, row, lane);
+        out = place_of(p, head, row);
+    }
     if (launch.squares) {
-        const float scale = row_scale(launch, row, lane);
+        for (u32 i = chunk + ROPE_WARPS * 32; i < launch.chunks; i += ROPE_WARPS * 32)
+            squares += launch.squares[(u64)i * launch.columns + row];
+        const float scale = 1.f / sqrtf(block_sum<ROPE_WARPS>(squares, sums) * launch.inverse_k + launch.eps);
 #pragma unroll
         for (u32 i = 0; i < PAIRS; ++i) a[i] *= scale, b[i] *= scale;
     }

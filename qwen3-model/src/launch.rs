@@ -31,7 +31,7 @@ pub use decode_layers::{
 };
 pub use four_bit::{FOUR_BIT_BLOCK, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
 pub use four_bit_layer::{FOUR_BIT_LAYER_ROWS, FourBitLayer, FourBitLayerOp, FourBitStage, MAX_STAGES};
-pub use gate_up::{GateUp, GateUpOp};
+pub use gate_up::{GATE_UP_ROWS, GateUp, GateUpOp};
 pub use rope_write::{QkvRopeWrite, RowScale};
 pub use sample::{Sample, SampleRow, SampleScratch};
 pub use stage_output::StageOutput;

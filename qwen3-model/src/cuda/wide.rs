@@ -12,13 +12,13 @@ use cuda_graphs::{Compiler, Device, DeviceBuffer, DeviceSlice};
 
 use super::{CudaBackend, CudaOptions, Rows};
 use crate::launch::{
-    GateUp, GateUpOp, RowScale, StageOutput, WIDE_ALL_KINDS, WIDE_HEAD_DIM, WIDE_ROWS, WideProductOp,
-    WideProducts,
+    GATE_UP_ROWS, GateUp, GateUpOp, RowScale, StageOutput, WIDE_ALL_KINDS, WIDE_HEAD_DIM, WIDE_ROWS,
+    WideProductOp, WideProducts,
 };
 use crate::{FusedMatrix, Qwen3Config, Result};
 
 /// Rows that anything of this serves.
-const ROWS: std::ops::RangeInclusive<usize> = 17..=*WIDE_ROWS.end();
+const ROWS: std::ops::RangeInclusive<usize> = 17..=*GATE_UP_ROWS.end();
 
 /// Which products of a step go through our kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,7 +38,7 @@ impl Served {
         Self {
             qkv: few,
             o: rows <= 96,
-            gate_up: rows <= 192,
+            gate_up: rows <= 224,
             down: rows <= 128,
             head: few,
         }
@@ -93,7 +93,8 @@ impl Wide {
         if !all {
             return Ok(None);
         }
-        let squares = DeviceBuffer::zeroed(device, products.squares_len(rows, hidden))?;
+        let most = rows.min(*WIDE_ROWS.end());
+        let squares = DeviceBuffer::zeroed(device, products.squares_len(most, hidden))?;
         Ok(Some(Self {
             products,
             gate_up,
@@ -167,6 +168,7 @@ impl CudaBackend {
         let (config, w) = (&self.config, &self.workspace);
         let (hidden, weights) = (config.hidden_size, &self.weights.layers[layer]);
         let normed = w.normed.slice(..rows * hidden)?;
+        // None of so many rows that nothing leaves any.
         let squares = wide.squares(rows, hidden)?;
         let to_residual = |norm| -> Result<StageOutput<'_>> {
             Ok(StageOutput::Residual {

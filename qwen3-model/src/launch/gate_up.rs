@@ -9,10 +9,12 @@ use half::bf16;
 
 use super::decode_layers::HOPPER;
 use super::wgmma::product_header;
-use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COLUMNS, WIDE_COMMON, columns_of, input_map};
+use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_ALL_KINDS, WIDE_COMMON, input_map, needed};
 use super::{COMMON, aligned, refuse, same, small};
 use crate::Result;
 
+/// Batch rows that kernels are compiled for.
+const COLUMNS: [usize; 4] = [96, 128, 192, 256];
 /// Rows of the weight in a tile are a multiple of this: four of gate and four of up.
 const GROUP: usize = 8;
 /// Most rows of the weight in a tile: half as many registers hold a thread's sums.
@@ -52,8 +54,7 @@ impl Form {
     /// Slots of the ring of activations; measured on an H200, see docs/performance.md.
     const fn x_slots(&self) -> usize {
         match self.columns {
-            ..=64 => 6,
-            65..=96 => 5,
+            ..=96 => 5,
             _ => 4,
         }
     }
@@ -107,7 +108,7 @@ pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
         columns,
         tile_rows: USUAL_TILE_ROWS,
     };
-    WIDE_COLUMNS.into_iter().map(move |columns| form(columns).spec())
+    COLUMNS.into_iter().map(move |columns| form(columns).spec())
 }
 
 /// The height of tiles with which `n` rows of weights are spread most evenly over `blocks` blocks.
@@ -116,17 +117,21 @@ fn tile_rows(n: usize, blocks: usize) -> usize {
     n.div_ceil(blocks * rounds).next_multiple_of(GROUP)
 }
 
+/// Fewest and most batch rows. With fewer [`WideProducts`](super::WideProducts) are faster.
+pub const GATE_UP_ROWS: std::ops::RangeInclusive<usize> = WIDE_ALL_KINDS + 1..=COLUMNS[COLUMNS.len() - 1];
+
 /// One product with what is around it: `out = silu(gate) * up`.
 #[derive(Debug, Clone, Copy)]
 pub struct GateUpOp<'a> {
-    /// Batch rows, one of [`WIDE_ROWS`](super::WIDE_ROWS).
+    /// Batch rows, one of [`GATE_UP_ROWS`].
     pub rows: usize,
     /// `[2 * inner, K]`, gate above up, row-major; K a multiple of 64.
     pub weight: DeviceSlice<'a, bf16>,
     /// `[rows, K]`.
     pub input: DeviceSlice<'a, bf16>,
-    /// Sums of squares that belong to `input`: the product is divided by the root of their mean. See
-    /// [`WideProducts::squares_len`](super::WideProducts::squares_len).
+    /// Sums of squares that belong to `input`: the product is divided by the root of their mean. As
+    /// [`WideProducts::squares_len`](super::WideProducts::squares_len) says, with as many columns as `rows` are padded to: 96,
+    /// 128, 192 or 256.
     pub squares: Option<DeviceSlice<'a, f32>>,
     /// Added to the mean square.
     pub eps: f32,
@@ -160,7 +165,7 @@ pub struct GateUp {
 
 impl GateUp {
     /// Compiles and loads the kernels for weights of `2 * inner` rows and up to `max_rows` batch rows (those of
-    /// [`WIDE_ROWS`](super::WIDE_ROWS) if it is more), or takes them from the compiler's cache. `None` on a device that
+    /// [`GATE_UP_ROWS`] if it is more), or takes them from the compiler's cache. `None` on a device that
     /// cannot run them and for an `inner` that is no multiple of 4.
     ///
     /// # Errors
@@ -171,7 +176,8 @@ impl GateUp {
             return Ok(None);
         }
         let tile_rows = tile_rows(2 * inner, blocks);
-        let forms: Vec<Form> = columns_of(max_rows)
+        let columns = &COLUMNS[..needed(&COLUMNS, *GATE_UP_ROWS.start(), max_rows)];
+        let forms: Vec<Form> = columns
             .iter()
             .map(|&columns| Form { columns, tile_rows })
             .collect();
@@ -194,7 +200,7 @@ impl GateUp {
     /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
     pub fn run(&self, stream: &Stream, op: &GateUpOp<'_>) -> Result<()> {
         let rows = op.rows;
-        let fits = |form: &Form| rows > 0 && rows <= form.columns;
+        let fits = |form: &Form| GATE_UP_ROWS.contains(&rows) && rows <= form.columns;
         let Some((form, kernel)) = self.kernels.iter().find(|(form, _)| fits(form)) else {
             return refuse("rows", format!("{rows} rows at once are not possible"));
         };
@@ -284,7 +290,7 @@ mod tests {
 
     #[test]
     fn shared_memory_fits_a_multiprocessor() {
-        for columns in WIDE_COLUMNS {
+        for columns in COLUMNS {
             for tile_rows in (GROUP..=MOST_TILE_ROWS).step_by(GROUP) {
                 let form = Form { columns, tile_rows };
                 assert!(form.shared_bytes() <= SHARED_BYTES, "{form:?}");

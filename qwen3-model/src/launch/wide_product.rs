@@ -1,4 +1,4 @@
-//! The launch of `kernels/wide_product.cuh`: one matrix product of a decode step of 17 to 256 rows, with what lies between
+//! The launch of `kernels/wide_product.cuh`: one matrix product of a decode step of 17 to 128 rows, with what lies between
 //! it and its neighbours. See there for how it works and why.
 
 use bytemuck::{Pod, Zeroable};
@@ -60,21 +60,18 @@ const FORMS: [Form; WIDE_COLUMNS.len()] = [
     Form::new(WIDE_COLUMNS[1], [9, 7], 3),
     Form::new(WIDE_COLUMNS[2], [8, 7], 3),
     Form::new(WIDE_COLUMNS[3], [7, 6], 3),
-    Form::new(WIDE_COLUMNS[4], [6, 5], 3),
-    Form::new(WIDE_COLUMNS[5], [5, 4], 3),
 ];
-/// Batch rows that kernels are compiled for.
-pub(super) const WIDE_COLUMNS: [usize; 6] = [32, 64, 96, 128, 192, 256];
+const WIDE_COLUMNS: [usize; 4] = [32, 64, 96, 128];
 /// Up to so many rows every kind of product has a kernel, beyond it [`StageOutput::Residual`] alone.
 pub const WIDE_ALL_KINDS: usize = 64;
 
-/// What must be compiled for batches of up to `max_rows`.
-pub(super) fn columns_of(max_rows: usize) -> &'static [usize] {
-    let smaller = WIDE_COLUMNS
-        .iter()
-        .take_while(|&&columns| columns < max_rows)
-        .count();
-    WIDE_COLUMNS.get(..=smaller).unwrap_or(&WIDE_COLUMNS)
+/// How many of `columns`, ascending numbers of batch rows, are needed for batches of `fewest` to `max_rows` rows.
+pub(super) fn needed(columns: &[usize], fewest: usize, max_rows: usize) -> usize {
+    let smallest = std::iter::once(fewest).chain(columns.iter().map(|columns| columns + 1));
+    smallest
+        .take(columns.len())
+        .take_while(|&smallest| smallest <= max_rows)
+        .count()
 }
 
 impl Form {
@@ -241,7 +238,7 @@ impl WideProducts {
         if device.arch() != Arch::SM_90A {
             return Ok(None);
         }
-        let forms = &FORMS[..columns_of(max_rows).len()];
+        let forms = &FORMS[..needed(&WIDE_COLUMNS, 0, max_rows)];
         let specs: Vec<_> = forms.iter().map(Form::spec).collect();
         let modules = compiler.load_all(device, &specs)?;
         let mut kernels = Vec::with_capacity(forms.len());
