@@ -20,7 +20,7 @@
 //! # How it is fast
 //! ```text
 //! right:  packed once into panels of 16 columns  [panel][k][16]     read through L2, reused by all rows
-//! task:   96 rows (rayon), 4 at a time × 16 columns: sums stay in registers until they are rounded
+//! task:   96 rows (rayon), 6 at a time × 16 columns: sums stay in registers until they are rounded
 //! W₀, out: each element is read once and written once
 //! ```
 //! With AVX2 what was rounded is tested afterwards, 128 columns of a row at a time: two loops of short dependencies

@@ -20,7 +20,7 @@ use half::bf16;
 use pulp::Simd;
 
 /// Rows held in registers.
-pub(crate) const MR: usize = 4;
+pub(crate) const MR: usize = 6;
 /// Products that are added in one go; longer sums are cut, which keeps the error bound small.
 pub(crate) const RUN: usize = 16;
 /// Units in the last place that cover the roundings of a value and of its ends.
