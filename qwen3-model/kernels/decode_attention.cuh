@@ -10,29 +10,28 @@
 //   scores  [16 tokens, 8 heads]  = K [16, D] Qᵀ [D, 8]        lane (g, t): tokens g, g + 8, elements 32 j + 8 t ...
 //   sum     [D, 8 heads]         += Vᵀ [D, 16] Pᵀ [16, 8]      lane (g, t): tokens 2 t, +1, +8, +9, elements 64 h + 8 g ...
 //
-// The first granule of each warp is on its way before the step's own queries are there. The warps' sums meet in shared memory,
-// in the order of the warps. A row of several splits leaves its parts in `partial`; the block that comes last adds them in
-// their order. So the order of every sum depends on the row's length and on the sizes of splits alone.
+// The first granule of each warp, and the keys of its second, are on their way before the step's own queries are there. The
+// warps' sums meet in shared memory, in the order of the warps. A row of several splits leaves its parts in `partial`; each of
+// their blocks adds them up for a share of the columns. So the order of every sum depends on the row's length and on the sizes
+// of splits alone.
 #pragma once
 #include "hopper.cuh"
 #include "rope.cuh"
 
 #define GRANULE 16
 #define MAX_GROUP 8
-#define MAX_SPLIT 2048 // tokens: 16 granules a warp, whose pages a warp's lanes hold
-#define MERGE_AT_ONCE 8
+#define MAX_SPLIT 3968 // tokens: 31 granules a warp and the newest token, whose pages a warp's lanes hold
 #define NEG_INFINITY __uint_as_float(0xff800000u)
 
 struct Attention {
-    const u16* qkv;        // [rows, (group + 2) kv_heads, HEAD_DIM]: all q, then k, then v
+    const u64* qkv;        // [rows, (group + 2) kv_heads, HEAD_DIM]: all q, then k, then v; words, see store_word
     u16* mixed;            // [rows, group * kv_heads, HEAD_DIM]
     const int* positions;  // [rows]
     const int* slots;      // [rows]; 0 is padding
     const int* page_table; // [n_slots, max_pages], -1 for no page
     const float* cos_sin;  // [n_positions, HEAD_DIM]
-    float* partial;        // [rows, kv_heads, max_splits, group, HEAD_DIM]
-    float* partial_sums;   // [rows, kv_heads, max_splits, group, 2]: maximum, sum
-    u32* arrived;          // [rows, kv_heads], 0 between uses
+    u64* partial;          // [rows, kv_heads, max_splits, group, HEAD_DIM], words
+    u64* partial_sums;     // [rows, kv_heads, max_splits, group, 2]: maximum, sum; words
     u64 tokens_per_head;   // n_pages * page_size
     u32 kv_heads;
     u32 group; // query heads of a K/V head
@@ -40,7 +39,7 @@ struct Attention {
     u32 n_slots;
     u32 max_pages;
     u32 n_positions;
-    u32 split;      // tokens, more for a row that would need more than `few_splits`, up to MAX_SPLIT
+    u32 split;      // tokens besides the newest, more for a row that would need more than `few_splits`, up to MAX_SPLIT
     u32 few_splits;
     u32 max_splits; // what the longest row needs
     float scale; // of scores, times log2(e)
@@ -61,6 +60,7 @@ struct AttentionRow {
 
 __device__ __forceinline__ AttentionRow attention_row(const Attention& p, u32 rows, u32 lane, u32& total) {
     AttentionRow r;
+    u32 old = 0; // tokens but the newest
     r.slot = r.position = r.length = r.items = 0;
     r.split = p.split;
     if (lane < rows) {
@@ -68,11 +68,11 @@ __device__ __forceinline__ AttentionRow attention_row(const Attention& p, u32 ro
         r.position = (u32)p.positions[lane];
         if (r.slot >= p.n_slots) r.slot = 0;
         const u32 most = p.max_pages << p.page_shift;
-        if (r.slot > 0) r.length = r.position < most ? r.position + 1 : most;
+        if (r.slot > 0) r.length = min(r.position + 1, most), old = min(r.position, most);
         // Equal splits, in granules: the blocks that share a row end together, whatever its length.
-        const u32 equal = ((r.length + p.few_splits - 1) / p.few_splits + 15) & ~15u;
+        const u32 equal = ((old + p.few_splits - 1) / p.few_splits + 15) & ~15u;
         r.split = min(max(p.split, equal), (u32)MAX_SPLIT);
-        const u32 splits = r.length > 0 ? (r.length + r.split - 1) / r.split : 1;
+        const u32 splits = max((old + r.split - 1) / r.split, 1u);
         r.items = min(splits, p.max_splits) * p.kv_heads;
     }
     u32 sum = r.items;
@@ -102,7 +102,7 @@ __device__ __forceinline__ AttentionItem attention_item(const Attention& p, cons
     i.head = inside - i.split * p.kv_heads;
     const u32 tokens = __shfl_sync(FULL_WARP, r.split, i.row);
     i.start = i.split * tokens;
-    i.end = min(length, i.start + tokens);
+    i.end = i.split + 1 == i.splits ? length : min(length, i.start + tokens);
     return i;
 }
 
@@ -147,16 +147,26 @@ __device__ __forceinline__ void load_values(Granule& x, const u16* v, u64 at, u3
     }
 }
 
+// The keys of a granule into shared memory, where each lane reads back what it asked for itself.
+__device__ __forceinline__ void stage_keys(u32 stage, const u16* k, u64 at, u32 token, u32 end, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        const u32 mine = (lane >> 2) + i * 8;
+        const u16* from = k + at + mine * HEAD_DIM + (lane & 3) * 8;
+#pragma unroll
+        for (u32 j = 0; j < HEAD_DIM / 32; ++j) copy_16(stage + (j * 2 + i) * 512, from + j * 32, token + mine < end);
+    }
+}
+
 // Shared memory of the stage. `sums` lies where activations come in, which nobody uses meanwhile.
 struct AttentionShared {
-    float* sums;     // [WARPS][group][HEAD_DIM], groups of four exchanged by the head
+    float* sums;     // [WARPS][MAX_GROUP][HEAD_DIM], groups of four exchanged by the head; before, a warp's keys
     u16* q;          // [MAX_GROUP][HEAD_DIM + 8]
     u16* k;          // [HEAD_DIM], the newest token's
     u16* v;          // [HEAD_DIM]
     float2* softmax; // [WARPS][MAX_GROUP]
-    u32* flag;
 };
-#define ATTENTION_SMALL_BYTES ((MAX_GROUP * (HEAD_DIM + 8) + 2 * HEAD_DIM) * 2 + WARPS * MAX_GROUP * 8 + 16)
+#define ATTENTION_SMALL_BYTES ((MAX_GROUP * (HEAD_DIM + 8) + 2 * HEAD_DIM) * 2 + WARPS * MAX_GROUP * 8)
 
 __device__ __forceinline__ AttentionShared attention_shared(unsigned char* sums, unsigned char* small) {
     AttentionShared s;
@@ -165,22 +175,24 @@ __device__ __forceinline__ AttentionShared attention_shared(unsigned char* sums,
     s.k = s.q + MAX_GROUP * (HEAD_DIM + 8);
     s.v = s.k + HEAD_DIM;
     s.softmax = reinterpret_cast<float2*>(s.v + HEAD_DIM);
-    s.flag = reinterpret_cast<u32*>(s.softmax + WARPS * MAX_GROUP);
     return s;
 }
 
-// The query heads of an item, normed and rotated, into shared memory; with the newest token also its key and value, and
-// into the cache.
+// The query heads of an item, once they are there, normed and rotated, into shared memory; with the newest token also its key
+// and value, and into the cache.
 __device__ __forceinline__ void attention_heads(const Attention& p, const AttentionLayer& layer, const AttentionItem& item,
-                                                bool newest, float eps, const AttentionShared& s, u32 warp, u32 lane) {
+                                                bool newest, float eps, u32 use, const AttentionShared& s, u32 warp, u32 lane) {
     const u32 tasks = newest ? p.group + 2 : p.group;
     for (u32 task = warp; task < tasks; task += WARPS) {
         const u32 q_heads = p.group * p.kv_heads;
         const u32 head = task < p.group ? item.head * p.group + task : task == p.group ? q_heads + item.head : q_heads + p.kv_heads + item.head;
-        const u16* from = p.qkv + ((u64)item.row * (q_heads + 2 * p.kv_heads) + head) * HEAD_DIM;
-        const u32 low_bits = load_fresh(reinterpret_cast<const u32*>(from) + lane);
-        const u32 high_bits = load_fresh(reinterpret_cast<const u32*>(from + HEAD_DIM / 2) + lane);
-        u32 low = low_bits, high = high_bits;
+        const u64* from = p.qkv + ((u64)item.row * (q_heads + 2 * p.kv_heads) + head) * HEAD_DIM + lane * 2;
+        u64 word[4];
+        do {
+            load_words(from, word[0], word[1]);
+            load_words(from + HEAD_DIM / 2, word[2], word[3]);
+        } while (!(is_of(word[0], use) && is_of(word[1], use) && is_of(word[2], use) && is_of(word[3], use)));
+        u32 low = (u32)word[0] | (u32)word[1] << 16, high = (u32)word[2] | (u32)word[3] << 16;
         if (task <= p.group) {
             const u32 angle = min(item.position, p.n_positions - 1);
             const Rotation r = load_rotation(task < p.group ? layer.q_norm : layer.k_norm, p.cos_sin + (u64)angle * HEAD_DIM, lane);
@@ -206,72 +218,91 @@ __device__ __forceinline__ void matrix_warps_sync() {
     asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
 }
 
-// Adds the parts of a row and head in the order of the splits.
-__device__ __forceinline__ void attention_merge(const Attention& p, const AttentionItem& item, u32 thread) {
-    const u64 base = ((u64)item.row * p.kv_heads + item.head) * p.max_splits * p.group;
-    for (u32 u = thread; u < p.group * (HEAD_DIM / 2); u += WARPS * 32) {
-        const u32 in_group = u / (HEAD_DIM / 2), column = u % (HEAD_DIM / 2) * 2;
-        float maximum = NEG_INFINITY, total = 0.f, x = 0.f, y = 0.f;
-        for (u32 first = 0; first < item.splits; first += MERGE_AT_ONCE) {
-            float2 part[MERGE_AT_ONCE], value[MERGE_AT_ONCE];
+// Adds the parts of a row and head, a share of the columns in the block of each split. Splits lie side by side in the lanes of a
+// warp, up to 16, and are added in an order that depends on their number alone.
+__device__ __forceinline__ void attention_merge(const Attention& p, const AttentionItem& item, u32 use, u32 thread) {
+    const u32 shift = item.splits > 8 ? 4 : item.splits > 4 ? 3 : item.splits > 2 ? 2 : 1; // of lanes side by side
+    const u32 way = thread & ((1u << shift) - 1);
+    const u32 units = p.group * (HEAD_DIM / 4); // of four columns
+    const u32 begin = item.split * units / item.splits, end = (item.split + 1) * units / item.splits;
+    const u64 base = ((u64)item.row * p.kv_heads + item.head) * p.max_splits;
+#pragma unroll 1
+    for (u32 first = begin; first < end; first += WARPS * 32 >> shift) {
+        const u32 unit = first + (thread >> shift), mine = min(unit, end - 1);
+        const u32 in_group = mine / (HEAD_DIM / 4), column = mine % (HEAD_DIM / 4) * 4;
+        float maximum = NEG_INFINITY, total = 0.f, x[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+        for (u32 split = way; split < item.splits; split += 1u << shift) {
+            const u64 at = (base + split) * p.group + in_group;
+            u64 word[6];
+            bool there;
+            do {
+                load_words(p.partial_sums + at * 2, word[0], word[1]);
+                load_words(p.partial + at * HEAD_DIM + column, word[2], word[3]);
+                load_words(p.partial + at * HEAD_DIM + column + 2, word[4], word[5]);
+                there = true;
 #pragma unroll
-            for (u32 i = 0; i < MERGE_AT_ONCE; ++i) {
-                part[i] = make_float2(NEG_INFINITY, 0.f);
-                value[i] = make_float2(0.f, 0.f);
-                if (first + i < item.splits) {
-                    const u64 at = base + (u64)(first + i) * p.group + in_group;
-                    part[i] = load_fresh(reinterpret_cast<const float2*>(p.partial_sums) + at);
-                    value[i] = load_fresh(reinterpret_cast<const float2*>(p.partial + at * HEAD_DIM + column));
-                }
-            }
-            float larger = maximum;
-#pragma unroll
-            for (u32 i = 0; i < MERGE_AT_ONCE; ++i) larger = fmaxf(larger, part[i].x);
-            const float relative_to = larger == NEG_INFINITY ? 0.f : larger, rescale = exp2_fast(maximum - relative_to);
+                for (u32 i = 0; i < 6; ++i) there = there && is_of(word[i], use);
+            } while (!there);
+            const float of = __uint_as_float((u32)word[0]), larger = fmaxf(maximum, of);
+            const float relative_to = larger == NEG_INFINITY ? 0.f : larger;
+            const float rescale = exp2_fast(maximum - relative_to), weight = exp2_fast(of - relative_to);
             maximum = larger;
-            total *= rescale, x *= rescale, y *= rescale;
+            total = fmaf(total, rescale, __uint_as_float((u32)word[1]) * weight);
 #pragma unroll
-            for (u32 i = 0; i < MERGE_AT_ONCE; ++i) {
-                const float weight = exp2_fast(part[i].x - relative_to);
-                total = fmaf(part[i].y, weight, total);
-                x = fmaf(value[i].x, weight, x);
-                y = fmaf(value[i].y, weight, y);
-            }
+            for (u32 i = 0; i < 4; ++i) x[i] = fmaf(x[i], rescale, __uint_as_float((u32)word[2 + i]) * weight);
         }
-        const float inverse = total > 0.f ? 1.f / total : 0.f;
-        const u64 at = ((u64)(item.row * p.kv_heads + item.head) * p.group + in_group) * HEAD_DIM + column;
-        *reinterpret_cast<u32*>(p.mixed + at) = pack_bf16(x * inverse, y * inverse);
+        float largest = maximum;
+#pragma unroll 1
+        for (u32 d = 1; d < 1u << shift; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, d));
+        const float weight = exp2_fast(maximum - (largest == NEG_INFINITY ? 0.f : largest));
+        total *= weight;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) x[i] *= weight;
+#pragma unroll 1
+        for (u32 d = 1; d < 1u << shift; d *= 2) {
+            total += __shfl_xor_sync(FULL_WARP, total, d);
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) x[i] += __shfl_xor_sync(FULL_WARP, x[i], d);
+        }
+        if (way == 0 && unit < end) {
+            const float inverse = total > 0.f ? 1.f / total : 0.f;
+            const u64 at = ((u64)(item.row * p.kv_heads + item.head) * p.group + in_group) * HEAD_DIM + column;
+            *reinterpret_cast<uint2*>(p.mixed + at) =
+                make_uint2(pack_bf16(x[0] * inverse, x[1] * inverse), pack_bf16(x[2] * inverse, x[3] * inverse));
+        }
     }
 }
 
-// What a warp knows of its work in every layer: positions do not change during a launch.
+// What a block knows of its work in every layer, in shared memory: positions do not change during a launch.
 struct AttentionWork {
-    AttentionRow row;
-    u32 total;
     AttentionItem item; // the block's first
-    int pages;
+    u32 total;          // items of all rows
 };
 
-__device__ __forceinline__ AttentionWork attention_work(const Attention& p, u32 rows, u32 warp, u32 lane) {
-    AttentionWork w;
-    w.row = attention_row(p, rows, lane, w.total);
-    w.item = attention_item(p, w.row, min(blockIdx.x, w.total - 1));
-    w.pages = attention_pages(p, w.item, w.item.start + warp * GRANULE, WARPS * GRANULE, lane);
-    return w;
+// Returns the pages of the block's first item, of this lane's granules.
+__device__ __forceinline__ int attention_work(const Attention& p, u32 rows, u32 warp, u32 lane, AttentionWork* work) {
+    u32 total;
+    const AttentionRow row = attention_row(p, rows, lane, total);
+    const AttentionItem item = attention_item(p, row, min(blockIdx.x, total - 1));
+    if (warp == 0 && lane == 0) work->item = item, work->total = total;
+    return attention_pages(p, item, item.start + warp * GRANULE, WARPS * GRANULE, lane);
 }
 
-// The stage, by the warps that multiply. `ready` reaches `target` when the batch's queries, keys and values are there.
-__device__ __forceinline__ void attention_stage(const Attention& p, const AttentionLayer& layer, const AttentionWork& work, float eps,
-                                                const u32* ready, u32 target, const AttentionShared& s, u32 warp, u32 lane) {
+// The stage, by the warps that multiply. `use` is the number that the layer's words bear; `read` is the barrier that is
+// passed when the block has read its first item: until then weights do not come, so that keys and values come sooner.
+__device__ __forceinline__ void attention_stage(const Attention& p, const AttentionLayer& layer, const AttentionWork* work,
+                                                int pages, u32 rows, float eps, u32 use, u32 read,
+                                                const AttentionShared& s, u32 warp, u32 lane) {
     const u32 g = lane >> 2, t = lane & 3, thread = warp * 32 + lane;
-    bool waited = false;
-    AttentionItem item = work.item;
-    int pages = work.pages;
+    AttentionItem item = work->item;
+    const u32 total = work->total;
 #pragma unroll 1
-    for (u32 number = blockIdx.x; number < work.total; number += gridDim.x) {
+    for (u32 number = blockIdx.x; number < total; number += gridDim.x) {
         const u32 step = WARPS * GRANULE;
-        if (waited) {
-            item = attention_item(p, work.row, number);
+        if (number != blockIdx.x) {
+            u32 all;
+            item = attention_item(p, attention_row(p, rows, lane, all), number);
             pages = attention_pages(p, item, item.start + warp * GRANULE, step, lane);
         }
         const u32 first = item.start + warp * GRANULE;
@@ -283,12 +314,13 @@ __device__ __forceinline__ void attention_stage(const Attention& p, const Attent
         u64 at = attention_offset(p, item.head, max(page, 0), first);
         load_keys(x, layer.k, at, first, page < 0 ? 0 : old_end, lane);
         load_values(x, layer.v, at, first, page < 0 ? 0 : old_end, lane);
-        if (!waited) {
-            if (thread == 0) wait_for(ready, target);
-            matrix_warps_sync();
-            waited = true;
+        const u32 stage = shared_address(s.sums) + (warp * MAX_GROUP * HEAD_DIM + lane * 4) * 4;
+        if (first + step < item.end) {
+            const int second = __shfl_sync(FULL_WARP, pages, 1);
+            const u64 second_at = attention_offset(p, item.head, max(second, 0), first + step);
+            stage_keys(stage, layer.k, second_at, first + step, second < 0 ? 0 : old_end, lane);
         }
-        attention_heads(p, layer, item, newest, eps, s, warp, lane);
+        attention_heads(p, layer, item, newest, eps, use, s, warp, lane);
         matrix_warps_sync();
 
         const uint4* q = reinterpret_cast<const uint4*>(s.q + g * (HEAD_DIM + 8) + t * 8);
@@ -328,7 +360,6 @@ __device__ __forceinline__ void attention_stage(const Attention& p, const Attent
                 mma(score, a, of.x, of.y);
                 mma(score, b, of.z, of.w);
             }
-            if (next < item.end) load_keys(x, layer.k, next_at, next, next_end, lane);
             float rescale[2];
 #pragma unroll
             for (u32 e = 0; e < 4; ++e) {
@@ -366,12 +397,27 @@ __device__ __forceinline__ void attention_stage(const Attention& p, const Attent
                     mma(d, a, w0, w1);
                 }
             }
-            if (next < item.end) load_values(x, layer.v, next_at, next, next_end, lane);
+            if (next < item.end) {
+                load_values(x, layer.v, next_at, next, next_end, lane);
+                copies_wait();
+#pragma unroll
+                for (u32 k = 0; k < 2; ++k)
+#pragma unroll
+                    for (u32 j = 0; j < HEAD_DIM / 32; ++j) x.k[j][k] = load_shared(stage + (j * 2 + k) * 512);
+                const u32 after = next + step;
+                if (after < item.end) {
+                    const int after_page = __shfl_sync(FULL_WARP, pages, i + 1 & 31);
+                    const u64 after_at = attention_offset(p, item.head, max(after_page, 0), after);
+                    stage_keys(stage, layer.k, after_at, after, after_page < 0 ? 0 : old_end, lane);
+                }
+            }
             page = next_page;
         }
 
+        if (number == blockIdx.x && thread == 0) barrier_arrive_many(read, 1);
         // Sums of the warps, heads 2 t and 2 t + 1 of each lane.
         const u32 working = item.end > item.start ? min((item.end - item.start + GRANULE - 1) / GRANULE, (u32)WARPS) : 0;
+        __syncwarp();
         if (warp < working) {
 #pragma unroll
             for (u32 e = 0; e < 2; ++e) {
@@ -382,7 +428,7 @@ __device__ __forceinline__ void attention_stage(const Attention& p, const Attent
                 const u32 head = t * 2 + e;
                 if (head >= p.group) continue;
                 if (g == 0) s.softmax[warp * MAX_GROUP + head] = make_float2(maximum[e], sum_of);
-                float4* to = reinterpret_cast<float4*>(s.sums + (warp * p.group + head) * HEAD_DIM);
+                float4* to = reinterpret_cast<float4*>(s.sums + (warp * MAX_GROUP + head) * HEAD_DIM);
 #pragma unroll
                 for (u32 h = 0; h < HEAD_DIM / 64; ++h)
 #pragma unroll
@@ -398,40 +444,50 @@ __device__ __forceinline__ void attention_stage(const Attention& p, const Attent
         for (u32 u = thread; u < p.group * (HEAD_DIM / 2); u += WARPS * 32) {
             const u32 in_group = u / (HEAD_DIM / 2), pair = u % (HEAD_DIM / 2);
             const u32 place = ((pair >> 1) ^ in_group) * 2 + (pair & 1);
+            // All loads before the first sum, so that their latencies overlap.
+            float2 part_of[WARPS], value[WARPS];
+#pragma unroll
+            for (u32 w = 0; w < WARPS; ++w) {
+                const bool works = w < working;
+                part_of[w] = works ? s.softmax[w * MAX_GROUP + in_group] : make_float2(NEG_INFINITY, 0.f);
+                const float2* from = reinterpret_cast<const float2*>(s.sums + (w * MAX_GROUP + in_group) * HEAD_DIM);
+                value[w] = works ? from[place] : make_float2(0.f, 0.f);
+            }
             float largest = NEG_INFINITY, all = 0.f, a = 0.f, b = 0.f;
-            for (u32 w = 0; w < working; ++w) largest = fmaxf(largest, s.softmax[w * MAX_GROUP + in_group].x);
+#pragma unroll
+            for (u32 w = 0; w < WARPS; ++w) largest = fmaxf(largest, part_of[w].x);
             const float relative_to = largest == NEG_INFINITY ? 0.f : largest;
 #pragma unroll
-            for (u32 w = 0; w < WARPS; ++w)
-                if (w < working) {
-                    const float2 of = s.softmax[w * MAX_GROUP + in_group];
-                    const float2 value = reinterpret_cast<const float2*>(s.sums + (w * p.group + in_group) * HEAD_DIM)[place];
-                    const float weight = exp2_fast(of.x - relative_to);
-                    all = fmaf(of.y, weight, all);
-                    a = fmaf(value.x, weight, a);
-                    b = fmaf(value.y, weight, b);
-                }
+            for (u32 w = 0; w < WARPS; ++w) {
+                const float weight = exp2_fast(part_of[w].x - relative_to);
+                all = fmaf(part_of[w].y, weight, all);
+                a = fmaf(value[w].x, weight, a);
+                b = fmaf(value[w].y, weight, b);
+            }
             if (item.splits == 1) {
                 const float inverse = all > 0.f ? 1.f / all : 0.f;
                 const u64 to = ((u64)(item.row * p.kv_heads + item.head) * p.group + in_group) * HEAD_DIM + pair * 2;
                 *reinterpret_cast<u32*>(p.mixed + to) = pack_bf16(a * inverse, b * inverse);
             } else {
-                reinterpret_cast<float2*>(p.partial + (part + in_group) * HEAD_DIM)[pair] = make_float2(a, b);
-                if (pair == 0) reinterpret_cast<float2*>(p.partial_sums)[part + in_group] = make_float2(largest, all);
+                store_words(p.partial + (part + in_group) * HEAD_DIM + pair * 2, word_of(__float_as_uint(a), use),
+                            word_of(__float_as_uint(b), use));
+                if (pair == 0)
+                    store_words(p.partial_sums + (part + in_group) * 2, word_of(__float_as_uint(largest), use),
+                                word_of(__float_as_uint(all), use));
             }
         }
-        matrix_warps_sync();
-        if (item.splits > 1) {
-            if (thread == 0) {
-                u32* count = p.arrived + item.row * p.kv_heads + item.head;
-                const bool last = arrive(count) == item.splits - 1;
-                if (last) *count = 0;
-                *s.flag = last;
-            }
-            matrix_warps_sync();
-            if (*s.flag) attention_merge(p, item, thread);
-        }
+        if (number + gridDim.x < total) matrix_warps_sync();
     }
+    // Only now: an item waited for could come after another of this block.
+#pragma unroll 1
+    for (u32 number = blockIdx.x; number < total; number += gridDim.x) {
+        if (total > gridDim.x) {
+            u32 all;
+            item = attention_item(p, attention_row(p, rows, lane, all), number);
+        }
+        if (item.splits > 1) attention_merge(p, item, use, thread);
+    }
+    if (blockIdx.x >= total && thread == 0) barrier_arrive_many(read, 1);
     // Whoever has no item need not wait either.
     matrix_warps_sync();
 }

@@ -30,12 +30,15 @@
 // rows: a row's result does not depend on what else is in the batch.
 //
 // Blocks wait for each other by counters, one a stage, that only ever grow: a launch adds one per block to each. Its number,
-// counted in `epoch`, says what to wait for, so that nobody need set them back.
+// counted in `epoch`, says what to wait for, so that nobody need set them back. What few blocks read, the results of QKV and
+// the parts of attention, goes without counters and fences: words that bear the number of the launch and layer that wrote them.
+// Every word is written in each layer of a step or in none, so one from before never bears the number waited for.
 //
 // Memory is kept busy, not flooded. A multiprocessor needs some 40 KB on their way to stream at the full rate; more queue up,
 // and whatever else crosses the chip waits behind them. Worst off is the fence that makes a stage's results visible: it waits
 // until all copies of its multiprocessor have arrived. So once a warp is done with a stage its ring asks for nothing until the
-// stage's results are out, and for little until the next activations have come.
+// stage's results are out, or after QKV until the block has read its keys and values, and for little until the next activations
+// have come.
 //
 // Code size matters: instructions are fetched cold. One loop serves all stages. No __trap() here: it keeps the compiler to the
 // registers that a thread has at launch.
@@ -52,22 +55,22 @@
 #define MAX_BOX_ROWS (ROW_TILES * 16)
 // Of each warp. 24,064 hold four boxes of QKV of Qwen3-4B on 132 multiprocessors, five of gate+up or nine of O and down.
 #ifndef RING_BYTES
-#define RING_BYTES (COLUMNS == 8 ? 24064 : 21376)
+#define RING_BYTES (COLUMNS == 8 ? 24064 : 20608)
 #endif
 #define MAX_BOXES 12 // in a ring, at most 16
 // Bytes of a ring on their way at once: while its warp multiplies, and while it waits for activations.
-#define STREAM_BYTES (COLUMNS == 8 ? 9600 : 12100)
+#define STREAM_BYTES (COLUMNS == 8 ? 12100 : 14400)
 #define WAIT_BYTES 6200
 // Activations come in groups of X_GROUP chunks, 8 KiB together: their latency, not their bytes, is what counts.
 #define X_GROUP (64 / COLUMNS)
-#define X_BYTES (COLUMNS * 128)
-#define X_SLOT_BYTES (X_GROUP * X_BYTES)
-// The ring holds a multiple of 8 chunks, the most that lie between two of a warp's own boxes. So the chunk before in the
-// same place was the warp's own too, and waiting for a parity cannot mistake one round for the next but one.
-#ifndef X_SLOTS
-#define X_SLOTS (COLUMNS == 8 ? 3 : 4)
+// Of the groups that are there or on their way: four of eight rows, eight of sixteen, and more of fewer rows, so that a stage
+// does not wait for each in turn. They are a multiple of 8 chunks, the most that lie between two of a warp's own boxes. So the
+// chunk before in the same place was the warp's own too, and waiting for a parity cannot mistake one round for the next but one.
+#ifndef X_REGION
+#define X_REGION (COLUMNS == 8 ? 37888 : 65536)
 #endif
-#define X_CHUNKS (X_SLOTS * X_GROUP)
+#define MAX_X_SLOTS 12
+static_assert(COLUMNS == 8 || (MAX_X_SLOTS % 2 == 0 && X_REGION / 8192 % 2 == 0), "a multiple of 8 chunks");
 #define SUM_STRIDE (MAX_BOX_ROWS + 4) // no two lanes of a store meet a bank
 #define HEAD_DIM 128
 #define MAX_LAYERS 48 // what the parameters of a launch have room for
@@ -75,18 +78,20 @@
 #define AT_ONCE 3 // results per lane, row and turn of the epilogue
 #define MAX_BLOCKS 160 // multiprocessors
 
-#define SUMS (X_SLOTS * X_SLOT_BYTES)
-#define RINGS (SUMS + WARPS * COLUMNS * SUM_STRIDE * 4)
+#define RINGS X_REGION
 #define BARRIERS (RINGS + WARPS * RING_BYTES)
-#define W_FULL (2 * X_SLOTS)
+#define W_FULL (2 * MAX_X_SLOTS)
 #define W_EMPTY (W_FULL + WARPS * MAX_BOXES)
 #define STAGE_OUT (W_EMPTY + WARPS * MAX_BOXES)
-#define SHARED_BYTES (BARRIERS + (STAGE_OUT + 1) * 8)
+#define PASS_OUT (STAGE_OUT + 1)
+#define WORK (BARRIERS + (PASS_OUT + 1) * 8) // of attention
+#define SHARED_BYTES (WORK + 40)
 static_assert(SHARED_BYTES <= 232448, "shared memory of a multiprocessor");
 static_assert(RINGS % 128 == 0 && RING_BYTES % 128 == 0 && RING_BYTES / 128 < 256, "boxes lie at multiples of 128 bytes, counted in a byte");
 
 #include "decode_attention.cuh"
-static_assert(WARPS * 8 * HEAD_DIM * 4 + ATTENTION_SMALL_BYTES <= RINGS, "attention's sums lie where activations and sums of products do");
+static_assert(WARPS * 8 * HEAD_DIM * 4 + ATTENTION_SMALL_BYTES <= RINGS, "attention's sums lie where activations do");
+static_assert(WARPS * COLUMNS * SUM_STRIDE * 4 <= X_REGION, "sums of products lie where activations do");
 
 // Stages of a layer, and the head.
 #define QKV 0
@@ -121,14 +126,15 @@ struct DecodeLayersParams {
     u32 x_rows;        // of a box of activations: `rows` rounded up to a power of two
     u32 n_stages;      // 4 per layer, and one with the head
     u32 first_squares; // whether the first layer's input is still to be scaled
+    u32 first_layer;   // of the model, in this launch
     float* residual;   // [rows, hidden]
     u16* normed[2];    // [rows, hidden]: input of QKV and head, input of gate+up
     float* squares[2]; // [COLUMNS, blocks] sums of squares of the residual, likewise
-    u16* qkv;
+    u64* qkv;          // [rows, (group + 2) kv_heads, HEAD_DIM], words
     u16* gated;
     float* logits;
     u32* epoch;    // launches so far
-    u32* counters; // [5 * MAX_LAYERS]: blocks that finished each stage, attention being one
+    u32* counters; // [5 * MAX_LAYERS]: blocks that finished each stage, attention being one; none for QKV
     float columns; // hidden
     float eps;
     Attention attention;
@@ -247,26 +253,62 @@ __device__ __forceinline__ void bring_weights(const DecodeLayersParams& p, u32 b
     }
 }
 
-// Operands of the products: 16 columns of a chunk, or with eight rows of x 32 of them from an even step on.
-__device__ __forceinline__ void load_x(u32 x, int step, u32 lane, u32 (&b)[COLUMNS / 8][4]) {
-#if COLUMNS == 8
-    const u32 at = x + (lane & 7) * 128;
-    load_matrix4(at + (((step * 2 + (lane >> 3)) ^ ((at >> 7) & 7)) << 4), b[0]);
-#else
-#pragma unroll
-    for (int n = 0; n < COLUMNS / 16; ++n) {
-        const u32 row = n * 16 + (lane >> 4) * 8 + (lane & 7), piece = step * 2 + ((lane >> 3) & 1);
-        const u32 at = x + row * 128;
-        load_matrix4(at + ((piece ^ ((at >> 7) & 7)) << 4), b[n]);
+// Where a warp is in its ring of weights, and in the ring of activations.
+struct Place {
+    u32 at, parity;
+    __device__ __forceinline__ void advance(u32 by, u32 size) {
+        at += by;
+        if (at >= size) at -= size, parity ^= 1;
     }
-#endif
-}
-// Rows past the box are other boxes' and give sums that nobody reads.
-__device__ __forceinline__ void load_w(u32 w, int step, u32 lane, u32 row_tiles, u32 (&a)[ROW_TILES][4]) {
+};
+
+// A warp's boxes of one pass, of TILES times 16 rows. All operands of a box are loaded before the first product, so that their
+// latencies overlap: with one box at a time there is nobody else to hide them. Rows past the box are other boxes' and give sums
+// that nobody reads.
+template <int TILES>
+__device__ __forceinline__ void multiply(float (&acc)[ROW_TILES][COLUMNS / 8][4], u32 base, u32 warp, u32 lane, u32 boxes,
+                                         u32 box_bytes, u32 ways, u32 x_bytes, u32 x_chunks, u32& tail, Place& taken,
+                                         Place& chunk) {
+    const u32 ring = base + RINGS + warp * RING_BYTES + (lane & 15) * 128;
+    const u32 full = base + BARRIERS + (W_FULL + warp * MAX_BOXES) * 8, x_full = base + BARRIERS;
+#pragma unroll 1
+    for (; boxes > 0; --boxes) {
+        const u32 place = ring_place(tail, box_bytes), w_barrier = full + taken.at * 8;
+        const u32 x_barrier = x_full + chunk.at / X_GROUP * 8;
+        // Pieces of 16 bytes lie exchanged by the row's number, which 16 rows further on is the same.
+        const u32 w_row = ring + place, w = w_row + ((lane >> 4 ^ w_row >> 7 & 7) << 4);
+        const u32 x_row = base + chunk.at * x_bytes + (COLUMNS == 8 ? lane & 7 : (lane >> 4) * 8 + (lane & 7)) * 128;
+        const u32 x = x_row + (((COLUMNS == 8 ? lane >> 3 : lane >> 3 & 1) ^ x_row >> 7 & 7) << 4);
+        u32 a[4][TILES][4], b[COLUMNS / 4][4]; // columns 16 at a time; of eight rows of x 32
+        barrier_wait(w_barrier, taken.parity);
+        barrier_wait(x_barrier, chunk.parity);
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) {
-        const u32 at = w + (r * 16 + (lane & 15)) * 128;
-        if (r < row_tiles) load_matrix4(at + (((step * 2 + (lane >> 4)) ^ ((at >> 7) & 7)) << 4), a[r]);
+        for (int step = 0; step < 4; ++step) {
+            if (COLUMNS > 8 || step % 2 == 0) load_matrix4(x ^ step * 32, b[COLUMNS == 8 ? step / 2 : step]);
+#pragma unroll
+            for (int r = 0; r < TILES; ++r) load_matrix4((w ^ step * 32) + r * 2048, a[step][r]);
+        }
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            if (step == 3) {
+                __syncwarp();
+                if (lane == 0) {
+                    barrier_arrive_many(w_barrier + WARPS * MAX_BOXES * 8, 1);
+                    barrier_arrive_many(x_barrier + MAX_X_SLOTS * 8, ways);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < TILES; ++r)
+#pragma unroll
+                for (int n = 0; n < COLUMNS / 8; ++n) {
+                    const u32(&of)[4] = b[COLUMNS == 8 ? step / 2 : step];
+                    const int pair = COLUMNS == 8 ? step % 2 : n;
+                    mma(acc[r][n], a[step][r], of[pair * 2], of[pair * 2 + 1]);
+                }
+        }
+        tail = place + box_bytes;
+        taken.advance(1, MAX_BOXES);
+        chunk.advance(ways, x_chunks);
     }
 }
 
@@ -275,9 +317,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_address(shared);
     const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const u32 x_full = base + BARRIERS, x_empty = x_full + X_SLOTS * 8;
-    const u32 ring = base + RINGS + warp * RING_BYTES;
-    float* sums = reinterpret_cast<float*>(shared + SUMS);
+    const u32 x_full = base + BARRIERS, x_empty = x_full + MAX_X_SLOTS * 8;
+    const u32 x_bytes = p.x_rows * 128; // of a chunk
+    const u32 x_slots = min(X_REGION / (x_bytes * X_GROUP), (u32)MAX_X_SLOTS), x_chunks = x_slots * X_GROUP;
+    float* sums = reinterpret_cast<float*>(shared);
     pdl_release();
 
     if (warp == WARPS + 1 && lane < WARPS) {
@@ -286,11 +329,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
             barrier_init(full_barrier(base, lane, i), 1);
             barrier_init(empty_barrier(base, lane, i), 1);
         }
-        if (lane == 0) barrier_init(base + BARRIERS + STAGE_OUT * 8, 1);
+        if (lane == 0) barrier_init(base + BARRIERS + STAGE_OUT * 8, 1), barrier_init(base + BARRIERS + PASS_OUT * 8, 1);
         barrier_init_done();
     } else if (warp == WARPS && lane == 0) {
         for (u32 i = 0; i < 4; ++i) fetch_map(p.x_maps[i]);
-        for (u32 i = 0; i < X_SLOTS; ++i) {
+        for (u32 i = 0; i < MAX_X_SLOTS; ++i) {
             barrier_init(x_full + i * 8, 1);
             barrier_init(x_empty + i * 8, WARPS * X_GROUP);
         }
@@ -306,27 +349,33 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
         pdl_wait();
         const u32 target = (*p.epoch + 1) * gridDim.x;
         // Each chunk is read by one warp of each group, which counts for as many as do not.
-        u32 at = 0, parity = 1; // the first round finds every place free
+        u32 at = 0, parity = 1, pass_parity = 0; // the first round finds every place free
         for (u32 stage = 0; stage < p.n_stages; ++stage) {
             const u32 kind = kind_of(p, stage);
             const Shape& s = p.shapes[kind];
             if (lane == 0) {
                 if (stage > 0) {
                     wait_for(kind == O ? counter_of(p, stage) - 1 : counter_of(p, stage - 1), target);
-                    // What other blocks stored is read by the copy engine, and it writes where attention's sums lay.
+                    // What other blocks stored is read by the copy engine, and it writes where sums lay.
                     fence_copy_engine();
-                    if (kind == O) fence_copy_engine_shared();
+                    fence_copy_engine_shared();
                 }
                 const char* map = p.x_maps[kind & 3];
-                for (u32 pass = 0; pass < s.passes; ++pass)
+                for (u32 pass = 0; pass < s.passes; ++pass) {
+                    if (pass > 0) {
+                        barrier_wait(base + BARRIERS + PASS_OUT * 8, pass_parity);
+                        pass_parity ^= 1;
+                        fence_copy_engine_shared();
+                    }
                     for (u32 chunk = 0; chunk < s.chunks; chunk += X_GROUP) {
                         barrier_wait(x_empty + at * 8, parity);
-                        barrier_expect(x_full + at * 8, p.x_rows * 128 * X_GROUP);
-                        copy_box3(base + at * X_SLOT_BYTES, map, 0, 0, chunk, x_full + at * 8);
+                        barrier_expect(x_full + at * 8, x_bytes * X_GROUP);
+                        copy_box3(base + at * X_GROUP * x_bytes, map, 0, 0, chunk, x_full + at * 8);
                         // Nobody reads chunks past the end.
                         if (chunk + X_GROUP > s.chunks) barrier_arrive_many(x_empty + at * 8, WARPS * (chunk + X_GROUP - s.chunks));
-                        if (++at == X_SLOTS) at = 0, parity ^= 1;
+                        if (++at == x_slots) at = 0, parity ^= 1;
                     }
+                }
             }
             __syncwarp();
         }
@@ -338,9 +387,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
     const u32 n_stages = p.n_stages;
     pdl_wait();
-    const u32 target = (*p.epoch + 1) * gridDim.x;
+    const u32 number = *p.epoch + 1;
     const AttentionShared at_attention = attention_shared(shared, shared + WARPS * 8 * HEAD_DIM * 4);
-    const AttentionWork work = attention_work(p.attention, p.rows, warp, lane);
+    AttentionWork* const work = reinterpret_cast<AttentionWork*>(shared + WORK);
+    const int pages = attention_work(p.attention, p.rows, warp, lane, work);
     // The block's columns of the residual stream stay here as far as lanes go; the rest, and the end, is in memory.
     float residual_of[ROWS_OF_WARP];
     {
@@ -351,18 +401,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
             residual_of[j] = lane < count && row < p.rows ? p.residual[(u64)row * units + first + lane] : 0.f;
         }
     }
-    u32 tail = 0, taken = 0;     // of the ring
+    u32 tail = 0;           // of the ring, bytes
+    Place taken = {0, 0};
     u32 x_before = 0;            // chunks of all passes before
-    const u32 x_bytes = p.x_rows * 128; // of a chunk
 #pragma unroll 1
     for (u32 stage = 0; stage < n_stages; ++stage) {
         const u32 kind = kind_of(p, stage);
         const Shape& s = p.shapes[kind];
         const Layer& layer = p.layers[min(stage / 4, MAX_LAYERS - 1)];
+        const u32 use = number * 1024 + p.first_layer + stage / 4; // of words
         if (kind == O) {
-            u32* counter = counter_of(p, stage) - 1;
-            attention_stage(p.attention, layer.attention, work, p.eps, counter - 1, target, at_attention, warp, lane);
-            if (threadIdx.x == 0) signal(counter);
+            attention_stage(p.attention, layer.attention, work, pages, p.rows, p.eps, use, base + BARRIERS + STAGE_OUT * 8,
+                            at_attention, warp, lane);
+            if (threadIdx.x == 0) signal(counter_of(p, stage) - 1);
         }
         const u32 chunks = s.chunks, row_tiles = s.row_tiles, units = s.units, box_bytes = s.box_rows * 128;
         const u32 way = warp / s.groups, ways = WARPS / s.groups;
@@ -374,7 +425,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
         const u32 box_inverse = 0xffffffffu / s.box_rows + 1; // its high product is the quotient of small numbers
         const u32 first = share(units, blockIdx.x), count = share(units, blockIdx.x + 1) - first;
 
-        float squares_of[ROWS_OF_WARP][MAX_BLOCKS / 32], norm_of = 0.f;
+        float squares_of[ROWS_OF_WARP][MAX_BLOCKS / 32], factor[ROWS_OF_WARP], norm_of = 0.f;
+#pragma unroll
+        for (u32 j = 0; j < ROWS_OF_WARP; ++j) factor[j] = 1.f;
 #pragma unroll 1
         for (u32 pass = 0; pass < s.passes; ++pass) {
             float acc[ROW_TILES][COLUMNS / 8][4];
@@ -385,13 +438,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) acc[r][n][e] = 0.f;
 
-            u32 box = way;
             if (pass == 0) {
                 // What the epilogue needs besides the product, asked for now so that it is there by then. The first chunk of
                 // activations has come only after the stage before was complete everywhere. It must be the warp's own: the place
                 // of another's could be filled twice before this warp looks.
                 const u32 first_chunk = x_before + min(way, chunks - 1);
-                barrier_wait(x_full + first_chunk / X_GROUP % X_SLOTS * 8, first_chunk / X_CHUNKS & 1);
+                barrier_wait(x_full + first_chunk / X_GROUP % x_slots * 8, first_chunk / x_chunks & 1);
 #pragma unroll
                 for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
                     const u32 row = j * WARPS + warp;
@@ -404,47 +456,28 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                 }
                 if (to_residual && lane < count) norm_of = norm[first + lane];
             }
+            const u32 boxes = chunks > way ? (chunks - way + ways - 1) / ways : 0;
+            Place chunk = {(x_before + way) % x_chunks, (x_before + way) / x_chunks & 1};
+            // The last box apart: what the rows are scaled by is found before it, while others still multiply.
 #pragma unroll 1
-            for (; box < chunks; box += ways) {
-                const u32 place = ring_place(tail, box_bytes);
-                barrier_wait(full_barrier(base, warp, taken), taken / MAX_BOXES & 1);
-                const u32 chunk = x_before + box, x_at = chunk / X_GROUP % X_SLOTS;
-                barrier_wait(x_full + x_at * 8, chunk / X_CHUNKS & 1);
-                const u32 x = base + x_at * X_SLOT_BYTES + chunk % X_GROUP * x_bytes, w = ring + place;
-                // Loads run ahead of the products: with one box at a time there is nobody else to hide them.
-                u32 a[2][ROW_TILES][4], b[2][COLUMNS / 8][4];
-                load_x(x, 0, lane, b[0]);
-                load_w(w, 0, lane, row_tiles, a[0]);
+            for (u32 part = 0; part < 2; ++part) {
+                const u32 some = part > 0 ? min(boxes, 1u) : boxes - min(boxes, 1u);
+                if (row_tiles == 3) multiply<3>(acc, base, warp, lane, some, box_bytes, ways, x_bytes, x_chunks, tail, taken, chunk);
+                else if (row_tiles == 2) multiply<2>(acc, base, warp, lane, some, box_bytes, ways, x_bytes, x_chunks, tail, taken, chunk);
+                else multiply<1>(acc, base, warp, lane, some, box_bytes, ways, x_bytes, x_chunks, tail, taken, chunk);
+                if (part == 0 && pass == 0 && squares_in)
 #pragma unroll
-                for (int step = 0; step < 4; ++step) { // 16 of the 64 columns
-                    if (step < 3) {
-                        // Eight rows of x: 32 columns at once.
-                        if (COLUMNS > 8 || step == 1) load_x(x, step + 1, lane, b[(COLUMNS > 8 ? step + 1 : 1) & 1]);
-                        load_w(w, step + 1, lane, row_tiles, a[(step + 1) & 1]);
+                    for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
+                        float sum = 0.f;
+#pragma unroll
+                        for (u32 i = 0; i < MAX_BLOCKS / 32; ++i) sum += squares_of[j][i];
+                        factor[j] = 1.f / sqrtf(warp_sum(sum) / p.columns + p.eps);
                     }
-#pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r)
-                        if (r < row_tiles) {
-#if COLUMNS == 8
-                            mma(acc[r][0], a[step & 1][r], b[step >> 1][0][(step & 1) * 2], b[step >> 1][0][(step & 1) * 2 + 1]);
-#else
-#pragma unroll
-                            for (int n = 0; n < COLUMNS / 8; ++n)
-                                mma(acc[r][n], a[step & 1][r], b[step & 1][n / 2][(n & 1) * 2], b[step & 1][n / 2][(n & 1) * 2 + 1]);
-#endif
-                        }
-                }
-                __syncwarp();
-                tail = place + box_bytes;
-                if (lane == 0) {
-                    barrier_arrive_many(empty_barrier(base, warp, taken), 1);
-                    barrier_arrive_many(x_empty + x_at * 8, ways);
-                }
-                ++taken;
             }
             x_before += (s.chunks + X_GROUP - 1) / X_GROUP * X_GROUP;
 
-            // The warps' sums meet in shared memory: [warp][batch row][row of the box].
+            // The warps' sums meet in shared memory, where activations lay: [warp][batch row][row of the box].
+            matrix_warps_sync();
             float* mine = sums + warp * COLUMNS * SUM_STRIDE;
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r)
@@ -458,18 +491,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
             const u32 here = count > before ? min(count - before, pass_rows) : 0;
             // A warp's rows side by side, and for each AT_ONCE columns a lane: all loads before the first store, so that their
             // latencies overlap.
-            float factor[ROWS_OF_WARP], squares[ROWS_OF_WARP];
+            float squares[ROWS_OF_WARP];
 #pragma unroll
-            for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
-                factor[j] = 1.f, squares[j] = 0.f;
-                if (squares_in) {
-                    float sum = 0.f;
-#pragma unroll
-                    for (u32 i = 0; i < MAX_BLOCKS / 32; ++i) sum += squares_of[j][i];
-                    factor[j] = 1.f / sqrtf(warp_sum(sum) / p.columns + p.eps);
-                }
-            }
-            u16* const out = to_residual ? p.normed[kind == O] : kind == GATE_UP ? p.gated : p.qkv;
+            for (u32 j = 0; j < ROWS_OF_WARP; ++j) squares[j] = 0.f;
+            u16* const out = to_residual ? p.normed[kind == O] : p.gated;
 #pragma unroll 1
             for (u32 i = lane; i < here; i += 32 * AT_ONCE) {
                 float value[AT_ONCE][ROWS_OF_WARP], up[AT_ONCE][ROWS_OF_WARP];
@@ -525,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                         } else if (kind == GATE_UP) {
                             out[at] = float_to_bf16(silu(v) * (up[q][j] * factor[j]));
                         } else if (kind == QKV) {
-                            out[at] = float_to_bf16(v);
+                            store_word(p.qkv + at, word_of(float_to_bf16(v), use));
                         } else {
                             p.logits[at] = v;
                         }
@@ -543,10 +568,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                     }
                 }
             matrix_warps_sync();
+            if (pass + 1 < s.passes && threadIdx.x == 0) barrier_arrive_many(base + BARRIERS + PASS_OUT * 8, 1);
         }
         if (threadIdx.x == 0) {
-            if (stage + 1 < n_stages) signal(counter_of(p, stage));
-            barrier_arrive_many(base + BARRIERS + STAGE_OUT * 8, 1);
+            if (stage + 1 < n_stages && kind != QKV) signal(counter_of(p, stage)); // the words of QKV say it themselves
+            if (kind != QKV) barrier_arrive_many(base + BARRIERS + STAGE_OUT * 8, 1);
         }
     }
 }

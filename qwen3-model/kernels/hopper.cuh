@@ -68,12 +68,6 @@ __device__ __forceinline__ void wait_for(const u32* counter, u32 target) {
     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
     while ((int)(seen - target) < 0);
 }
-// Adds 1 and returns what it was, ordered with what this thread saw before and does after.
-__device__ __forceinline__ u32 arrive(u32* counter) {
-    u32 before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    return before;
-}
 // Reads what other blocks of the same launch wrote: past the L1 cache.
 __device__ __forceinline__ float load_fresh(const float* p) {
     float value;
@@ -81,16 +75,36 @@ __device__ __forceinline__ float load_fresh(const float* p) {
     return value;
 }
 
-__device__ __forceinline__ float2 load_fresh(const float2* p) {
-    float2 value;
-    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "l"(p) : "memory");
-    return value;
-}
 __device__ __forceinline__ u32 load_fresh(const u32* p) {
     u32 value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
     return value;
 }
+// Words of 8 bytes that say themselves whether they are there: a value, and above it the number of the use for which it was
+// written. They need no order among each other, and so no fence: whoever needs one asks for it until it bears the number.
+__device__ __forceinline__ u64 word_of(u32 value, u32 use) { return (u64)use << 32 | value; }
+__device__ __forceinline__ void store_word(u64* p, u64 word) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(word) : "memory");
+}
+__device__ __forceinline__ void store_words(u64* p, u64 a, u64 b) {
+    asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+__device__ __forceinline__ void load_words(const u64* p, u64& a, u64& b) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+}
+__device__ __forceinline__ bool is_of(u64 word, u32 use) { return (u32)(word >> 32) == use; }
+
+// 16 bytes into shared memory, or zeros, and the wait for all that this thread asked for.
+__device__ __forceinline__ void copy_16(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ uint4 load_shared(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+
 // Reads what nobody writes during the launch, once: not kept in the L1 cache.
 __device__ __forceinline__ uint4 load_once(const void* p) {
     uint4 v;

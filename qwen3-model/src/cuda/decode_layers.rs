@@ -98,7 +98,6 @@ impl CudaBackend {
                 head: self.weights.head().as_slice(),
                 normed: w.normed.slice(..rows * config.hidden_size)?,
                 residual: w.residual.slice(..rows * config.hidden_size)?,
-                qkv: w.qkv.slice(..rows * config.qkv_size())?,
                 mixed: w.mixed.slice(..rows * config.q_size())?,
                 gated: w.gated.slice(..rows * config.intermediate_size)?,
                 logits: w.logits.slice(..rows * config.vocab_size)?,

@@ -29,8 +29,8 @@ const HEAD_DIM: usize = 128;
 const MAX_GROUP: usize = 8;
 /// Layers that the parameters of a launch have room for; more take another launch.
 const MAX_LAYERS: usize = 48;
-/// Most tokens of a split of a row, as in the kernel.
-const MAX_SPLIT: usize = 2048;
+/// Most tokens of a split of a row besides the newest, as in the kernel.
+const MAX_SPLIT: usize = 3968;
 
 const WARPS: usize = 8;
 /// Eight warps multiply, one brings activations, three weights.
@@ -41,21 +41,30 @@ const CHUNK: usize = 64;
 const MAX_BOXES: usize = 12;
 /// A number of launches, and a counter for each stage.
 const SYNC_WORDS: usize = 8 + 5 * MAX_LAYERS + 1;
+/// Bytes of shared memory for what a block knows of its part of attention.
+const WORK_BYTES: usize = 40;
 
-/// Bytes of a warp's ring of weights, and groups of activations in the block's.
+/// Most groups of activations at once.
+const MAX_X_SLOTS: usize = 12;
+
+/// Bytes of a warp's ring of weights, and of the block's activations.
 const fn depths(columns: usize) -> (usize, usize) {
-    if columns == 8 { (24_064, 3) } else { (21_376, 4) }
+    if columns == 8 {
+        (24_064, 37_888)
+    } else {
+        (20_608, 65_536)
+    }
 }
 
 /// As `SHARED_BYTES` in the kernel.
 fn shared_bytes(columns: usize) -> usize {
-    let (ring, x_slots) = depths(columns);
-    let sums = WARPS * columns * (MAX_BOX_ROWS + 4) * 4;
-    x_slots * 64 * 2 * CHUNK + WARPS * ring + sums + (2 * x_slots + 2 * WARPS * MAX_BOXES + 1) * 8
+    let (ring, activations) = depths(columns);
+    let barriers = (2 * MAX_X_SLOTS + 2 * WARPS * MAX_BOXES + 2) * 8;
+    activations + WARPS * ring + barriers + WORK_BYTES
 }
 
 fn spec(columns: usize) -> KernelSpec {
-    let (ring, x_slots) = depths(columns);
+    let (ring, activations) = depths(columns);
     KernelSpec::new(
         format!("decode_layers<{columns}>"),
         include_str!("../../kernels/decode_layers.cu"),
@@ -63,7 +72,7 @@ fn spec(columns: usize) -> KernelSpec {
     .headers([COMMON, HOPPER, ROPE, ATTENTION])
     .define("COLUMNS", columns)
     .define("RING_BYTES", ring)
-    .define("X_SLOTS", x_slots)
+    .define("X_REGION", activations)
     // Later consumer devices have the copy engine too, but less than half of the shared memory.
     .archs(Archs::Only(vec![Arch::SM_90A, Arch::SM_100A]))
     // One block of 384 threads per multiprocessor. The warps that multiply take more once they run.
@@ -152,8 +161,6 @@ pub struct DecodeLayersOp<'a> {
     pub normed: DeviceSlice<'a, bf16>,
     /// `[rows, hidden]`, the residual stream; moved on.
     pub residual: DeviceSlice<'a, f32>,
-    /// `[rows, q + 2 kv]`, overwritten.
-    pub qkv: DeviceSlice<'a, bf16>,
     /// `[rows, q]`, overwritten.
     pub mixed: DeviceSlice<'a, bf16>,
     /// `[rows, intermediate]`, overwritten.
@@ -198,7 +205,6 @@ struct AttentionParams {
     cos_sin: u64,
     partial: u64,
     partial_sums: u64,
-    arrived: u64,
     tokens_per_head: u64,
     kv_heads: u32,
     group: u32,
@@ -236,7 +242,7 @@ struct DecodeLayersParams {
     x_rows: u32,
     n_stages: u32,
     first_squares: u32,
-    unused: u32,
+    first_layer: u32,
     residual: u64,
     normed: [u64; 2],
     squares: [u64; 2],
@@ -248,7 +254,7 @@ struct DecodeLayersParams {
     columns: f32,
     eps: f32,
     attention: AttentionParams,
-    unused_too: [u64; 4],
+    unused: [u64; 5],
     layers: [LayerParams; MAX_LAYERS],
 }
 /// How a block's share of a matrix is cut into boxes.
@@ -300,12 +306,13 @@ pub struct DecodeLayersScratch {
     normed: DeviceBuffer<bf16>,
     /// `[MAX_ROWS * blocks]` each: of the residual after down and after O.
     squares: [DeviceBuffer<f32>; 2],
+    /// `[MAX_ROWS, q + 2 kv]`. Here and in the next two each value has the number of the layer and launch that wrote it in
+    /// its upper half.
+    qkv: DeviceBuffer<u64>,
     /// `[MAX_ROWS, kv_heads, max_splits, group, 128]`.
-    partial: DeviceBuffer<f32>,
+    partial: DeviceBuffer<u64>,
     /// `[MAX_ROWS, kv_heads, max_splits, group, 2]`.
-    partial_sums: DeviceBuffer<f32>,
-    /// `[MAX_ROWS, kv_heads]`.
-    arrived: DeviceBuffer<u32>,
+    partial_sums: DeviceBuffer<u64>,
 }
 
 impl DecodeLayersScratch {
@@ -335,10 +342,16 @@ impl DecodeLayersScratch {
             sync: DeviceBuffer::zeroed(device, n_layers.div_ceil(MAX_LAYERS) * SYNC_WORDS)?,
             normed: DeviceBuffer::zeroed(device, MAX_ROWS * shape.hidden)?,
             squares: [squares()?, squares()?],
+            qkv: DeviceBuffer::zeroed(device, MAX_ROWS * shape.qkv())?,
             partial: DeviceBuffer::zeroed(device, parts * HEAD_DIM)?,
             partial_sums: DeviceBuffer::zeroed(device, parts * 2)?,
-            arrived: DeviceBuffer::zeroed(device, MAX_ROWS * shape.kv_heads)?,
         })
+    }
+
+    /// `[MAX_ROWS, q + 2 kv]`: what the last layer of the last step found, in rows that were there; the bits of a bf16 in
+    /// the lower 16 of each word.
+    pub fn qkv(&self) -> &DeviceBuffer<u64> {
+        &self.qkv
     }
 }
 
@@ -439,6 +452,7 @@ impl DecodeLayers {
             params.epoch = sync;
             params.counters = sync + 32;
             params.first_squares = u32::from(launch > 0);
+            params.first_layer = (launch * MAX_LAYERS) as u32;
             params.n_layers = layers.len() as u32;
             params.n_stages = 4 * params.n_layers + u32::from(launch + 1 == launches);
             for (layer, params) in layers.iter().zip(&mut params.layers) {
@@ -487,13 +501,13 @@ impl DecodeLayers {
             residual: op.residual.ptr(),
             normed: [op.normed.ptr(), mlp_normed.ptr()],
             squares: [scratch.squares[0].ptr(), scratch.squares[1].ptr()],
-            qkv: op.qkv.ptr(),
+            qkv: scratch.qkv.ptr(),
             gated: op.gated.ptr(),
             logits: op.logits.ptr(),
             columns: shape.hidden as f32,
             eps: op.eps,
             attention: AttentionParams {
-                qkv: op.qkv.ptr(),
+                qkv: scratch.qkv.ptr(),
                 mixed: op.mixed.ptr(),
                 positions: op.positions.ptr(),
                 slots: op.slots.ptr(),
@@ -501,7 +515,6 @@ impl DecodeLayers {
                 cos_sin: op.cos_sin.ptr(),
                 partial: scratch.partial.ptr(),
                 partial_sums: scratch.partial_sums.ptr(),
-                arrived: scratch.arrived.ptr(),
                 tokens_per_head: tokens_per_head(shape, op) as u64,
                 kv_heads: small("kv_heads", shape.kv_heads)?,
                 group: shape.group() as u32,
@@ -586,7 +599,6 @@ fn check(scratch: &DecodeLayersScratch, op: &DecodeLayersOp<'_>) -> Result<()> {
     }
     same("normed", op.normed.len(), rows * hidden)?;
     same("residual", op.residual.len(), rows * hidden)?;
-    same("qkv", op.qkv.len(), rows * shape.qkv())?;
     same("mixed", op.mixed.len(), rows * shape.q())?;
     same("gated", op.gated.len(), rows * inner)?;
     same("logits", op.logits.len(), rows * shape.vocab)?;
@@ -599,8 +611,7 @@ fn check(scratch: &DecodeLayersScratch, op: &DecodeLayersOp<'_>) -> Result<()> {
         op.cos_sin.len(),
         op.cos_sin.len() / HEAD_DIM * HEAD_DIM,
     )?;
-    aligned("qkv", op.qkv.ptr(), 4)?;
-    aligned("mixed", op.mixed.ptr(), 4)?;
+    aligned("mixed", op.mixed.ptr(), 8)?;
     let tokens = tokens_per_head(shape, op);
     for layer in op.layers {
         same("qkv weight", layer.qkv.len(), shape.qkv() * hidden)?;
@@ -621,27 +632,22 @@ fn check(scratch: &DecodeLayersScratch, op: &DecodeLayersOp<'_>) -> Result<()> {
 
 /// A captured graph must own what it uses.
 fn keep(stream: &Stream, scratch: &DecodeLayersScratch, op: &DecodeLayersOp<'_>) {
-    for buffer in [
-        op.head,
-        op.normed,
-        op.qkv,
-        op.mixed,
-        op.gated,
-        scratch.normed.as_slice(),
-    ] {
+    for buffer in [op.head, op.normed, op.mixed, op.gated, scratch.normed.as_slice()] {
         stream.keep_memory(buffer);
     }
-    for buffer in [op.residual, op.logits, op.cos_sin, scratch.partial.as_slice()] {
+    for buffer in [op.residual, op.logits, op.cos_sin] {
         stream.keep_memory(buffer);
     }
-    for buffer in scratch.squares.iter().chain([&scratch.partial_sums]) {
+    for buffer in &scratch.squares {
+        stream.keep_memory(buffer.as_slice());
+    }
+    for buffer in [&scratch.qkv, &scratch.partial, &scratch.partial_sums] {
         stream.keep_memory(buffer.as_slice());
     }
     for buffer in [op.positions, op.slots, op.page_table] {
         stream.keep_memory(buffer);
     }
     stream.keep_memory(scratch.sync.as_slice());
-    stream.keep_memory(scratch.arrived.as_slice());
     for layer in op.layers {
         for buffer in [
             layer.qkv,
@@ -686,11 +692,14 @@ mod tests {
         for pairs in [1, 8, 16, 64, 128, 1024] {
             let Splits { tokens, few } = Splits::new(pairs);
             assert!(tokens % 16 == 0 && (16..=MAX_SPLIT).contains(&tokens));
-            for length in [1_usize, 63, 64, 65, 1000, 4096, 32_768, 32_769, 131_072] {
+            // Tokens besides the newest.
+            for length in [
+                0_usize, 1, 63, 64, 65, 1000, 4096, 32_768, 63_488, 63_489, 131_072,
+            ] {
                 // As the kernel finds them.
                 let equal = length.div_ceil(few).next_multiple_of(16);
                 let split = equal.max(tokens).min(MAX_SPLIT);
-                let splits = length.div_ceil(split);
+                let splits = length.div_ceil(split).max(1);
                 assert!(splits <= length.div_ceil(MAX_SPLIT).max(Splits::MOST_FEW));
                 assert!(splits <= few || split == MAX_SPLIT, "{pairs} {length}");
             }
