@@ -10,6 +10,14 @@ __device__ __forceinline__ void copy_16_async(u32 shared, const void* global, bo
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+// As copy_16_async, of what is read once: the second-level cache gives it up before anything else.
+__device__ __forceinline__ void copy_16_async_once(u32 shared, const void* global, bool read) {
+  int bytes = read ? 16 : 0;
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global), "r"(bytes), "l"(policy) : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `PENDING` of this thread's most recent groups are still running.
@@ -39,6 +47,28 @@ __device__ __forceinline__ u32 load_relaxed(const u32* count) {
 }
 
 __device__ __forceinline__ void fence_acquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Until the kernels ahead in the stream have ended, where this one was launched before: nothing that they write may be read, and
+// nothing that they read be written, before.
+__device__ __forceinline__ void wait_for_kernels_ahead() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// 16 bytes of which each word says itself whether it was stored: one that was not yet is ABSENT. So who reads them needs no fence and
+// no count, and who stores them waits for nothing.
+constexpr u32 ABSENT = 0xffffffffu;
+
+__device__ __forceinline__ uint4 load_words(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_words(void* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ bool absent(const uint4& v) { return v.x == ABSENT || v.y == ABSENT || v.z == ABSENT || v.w == ABSENT; }
 
 // Loads that see what other blocks of this launch wrote before a fence (the first-level cache is not coherent).
 __device__ __forceinline__ float4 load_coherent(const float4* p) { return __ldcg(p); }

@@ -4,10 +4,8 @@
 
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS, BLOCKS_PER_SM) decode_attention(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  // Launched before the kernel ahead has ended: nothing of it may be read before this wait.
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   decode_attention_stage(p, shared, blockIdx.x, gridDim.x, 1);
 }

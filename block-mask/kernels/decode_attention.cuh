@@ -16,6 +16,11 @@
 // other rows, the grid or the pages; unless rows share a prefix, see decode_shared.cuh. Several rows of one sequence can be
 // computed at once with the same bits, see decode_together.cuh.
 //
+// In a step of many rows decode_plan deals all tokens to the blocks in equal shares. Rows are then cut where shares end, and
+// the order of a row's sum depends on the lengths of all rows. The parts of a row are not counted, as a counter needs a fence, which
+// waits for all copies on their way: each word of a part says itself whether it is there, and the block that has the row's last
+// tokens takes the others' parts in, in their order.
+//
 // Compile-time: HEAD_DIM, N_TILES (1 or 2; more in decode_together.cuh), STAGES, WARPS.
 #pragma once
 #include "decode_plan.cuh"
@@ -32,7 +37,7 @@ struct DecodeParams {
   bf16* out;                // [rows, heads, D]
   float* lse;               // [rows, heads] or null
   const DecodeItem* items;  // of decode_plan
-  const int* n_items;       // [2]: items, shared items
+  const int* n_items;       // [2]: items, shared items; the second is -1 where tokens are dealt in equal shares
   const SharedItem* shared_items;
   const int* row_splits;    // [rows]: splits of each row, those of its shared prefix included
   const int* row_lengths;   // [rows]: tokens that each row sees
@@ -41,10 +46,13 @@ struct DecodeParams {
   float* partial;           // [rows, kv_heads, max_splits, group, D]
   float2* partial_sums;     // [rows, kv_heads, max_splits, group]: maximum, sum
   u32* arrived;             // [rows, kv_heads], 0 between launches
+  float* exchange;          // [blocks, group, D + 4], ABSENT between launches: where tokens are dealt, a block's part of a row
   Paging paging;
   i64 q_row_stride;
   int rows, heads, kv_heads, group, max_splits;
   float scale;
+  int early;                 // copies may begin before the kernels ahead have ended, see decode_attention_stage
+  int once;                  // keys and values shall not drive other things out of the second-level cache
   const Captures* captures;  // null without functions
 };
 
@@ -59,6 +67,7 @@ constexpr int PASS_STRIDE = PASS_COLUMNS + 4;
 constexpr int PASS_VECTORS = PASS_COLUMNS / 4;
 
 // Shared memory of a block; the host computes its size from the same list.
+// While prefixes are shared there is a tile of SHARED_QUERIES queries behind the ring.
 //   ring | sums [WARPS, group, PASS_STRIDE] f32 | maximum, sum [WARPS, MAX_HEADS] | valid [WARPS, STAGES] | flag
 
 // Walks the steps of one warp over the items of one block, one step ahead of memory: the page of the next step and the
@@ -99,9 +108,21 @@ __device__ __forceinline__ SharedItem load_item<SharedItem>(const DecodeParams& 
   return i;
 }
 
+// Whether it stands behind the last item of a block whose share is shorter in items than others.
+__device__ __forceinline__ bool ends_list(const DecodeItem& item) { return item.splits < 0; }
+__device__ __forceinline__ bool ends_list(const SharedItem&) { return false; }
+
+// Whether copies may be marked as read once: not in decode_together.cuh.
+__device__ __forceinline__ constexpr bool reads_once(const DecodeItem&) { return true; }
+__device__ __forceinline__ constexpr bool reads_once(const SharedItem&) { return false; }
+
 template <class Item>
 __device__ __forceinline__ void cursor_settle(DecodeCursor<Item>& c, const DecodeParams& p, int warp, int total, int stride) {
   while (c.work < total && c.token >= c.item.end) {
+    if (ends_list(c.item)) {
+      c.work = total;
+      break;
+    }
     c.work += stride;
     c.item = c.ahead;
     c.head = c.work % p.kv_heads;
@@ -123,6 +144,24 @@ __device__ __forceinline__ void cursor_start(DecodeCursor<Item>& c, const Decode
   cursor_settle(c, p, warp, total, blocks);
 }
 
+// The first `n` tokens of a granule; zeros for the others.
+template <bool ONCE>
+__device__ __forceinline__ void copy_granule(const bf16* k, const bf16* v, u32 stage, int n, int lane) {
+#pragma unroll
+  for (int i = 0; i < GRANULE * ROW_CHUNKS / 32; i++) {
+    const int chunk = (i * 32 + lane) % ROW_CHUNKS, row = (i * 32 + lane) / ROW_CHUNKS;
+    const int from = row * HEAD_DIM + chunk * 8;
+    const u32 to = stage + tile_offset(row, chunk);
+    if (ONCE) {
+      copy_16_async_once(to, k + from, row < n);
+      copy_16_async_once(to + TILE_BYTES, v + from, row < n);
+    } else {
+      copy_16_async(to, k + from, row < n);
+      copy_16_async(to + TILE_BYTES, v + from, row < n);
+    }
+  }
+}
+
 // Starts the copies of the cursor's step into `stage` and moves on. One group of copies, empty past the end.
 template <class Item>
 __device__ __forceinline__ void decode_issue(DecodeCursor<Item>& c, const DecodeParams& p, u32 stage, int* valid, int warp,
@@ -134,17 +173,13 @@ __device__ __forceinline__ void decode_issue(DecodeCursor<Item>& c, const Decode
     const i64 offset = token_offset(p.paging, c.head, c.page < 0 ? 0 : c.page, c.token);
     const bf16* k = p.k + offset;
     const bf16* v = p.v + offset;
-#pragma unroll
-    for (int i = 0; i < GRANULE * ROW_CHUNKS / 32; i++) {
-      const int chunk = (i * 32 + lane) % ROW_CHUNKS, row = (i * 32 + lane) / ROW_CHUNKS;
-      const int from = row * HEAD_DIM + chunk * 8;
-      const u32 to = stage + tile_offset(row, chunk);
-      copy_16_async(to, k + from, row < n);
-      copy_16_async(to + TILE_BYTES, v + from, row < n);
-    }
-    if (lane == 0) *valid = n;
+    // The next page is asked for ahead of these copies.
     c.token += WARPS * GRANULE;
     cursor_settle(c, p, warp, total, stride);
+    // Two forms, as a hint of usual keeping is slower than none.
+    if (reads_once(c.item) && p.once) copy_granule<true>(k, v, stage, n, lane);
+    else copy_granule<false>(k, v, stage, n, lane);
+    if (lane == 0) *valid = n;
   }
   commit_copies();
 }
@@ -279,135 +314,10 @@ __device__ __forceinline__ void decode_step(DecodeState& s, const Query& query, 
   }
 }
 
-__device__ __forceinline__ void store_output(const DecodeParams& p, int row, int head, int column, float4 sum, float inverse) {
-  uint2 packed;
-  packed.x = pack_bf16(sum.x * inverse, sum.y * inverse);
-  packed.y = pack_bf16(sum.z * inverse, sum.w * inverse);
-  *reinterpret_cast<uint2*>(p.out + ((i64)row * p.heads + head) * HEAD_DIM + column) = packed;
-}
-
-// sum += x * weight
-__device__ __forceinline__ void add_weighted(float4& sum, const float4& x, float weight) {
-  sum.x = fmaf(x.x, weight, sum.x), sum.y = fmaf(x.y, weight, sum.y);
-  sum.z = fmaf(x.z, weight, sum.z), sum.w = fmaf(x.w, weight, sum.w);
-}
-
-// Adds the splits of (row, KV head) in their order and writes the output. The parts come from the second-level cache:
-// those of MERGE_SPLITS splits are asked for together, so that a row costs one wait for memory for every so many.
-constexpr int MERGE_SPLITS = 16;
-
-__device__ __forceinline__ void decode_merge_splits(const DecodeParams& p, const PendingRow& row, int thread, int threads) {
-  const i64 base = ((i64)row.row * p.kv_heads + row.head) * p.max_splits * p.group;
-  constexpr int VECTORS = HEAD_DIM / 4;
-  for (int u = thread; u < p.group * VECTORS; u += threads) {
-    const int in_group = u / VECTORS, column = u % VECTORS * 4;
-    const float2* softmax = p.partial_sums + base + in_group;
-    const float* sums = p.partial + (base + in_group) * HEAD_DIM + column;
-    float maximum = NEG_INFINITY, total = 0.f;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int first = 0; first < row.splits; first += MERGE_SPLITS) {
-      float2 part[MERGE_SPLITS];
-      float4 x[MERGE_SPLITS];
-#pragma unroll
-      for (int i = 0; i < MERGE_SPLITS; i++) {
-        const int s = first + i;
-        part[i] = make_float2(NEG_INFINITY, 0.f);
-        x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (s < row.splits) {
-          part[i] = load_coherent(softmax + s * p.group);
-          x[i] = load_coherent(reinterpret_cast<const float4*>(sums + (i64)s * p.group * HEAD_DIM));
-        }
-      }
-      float larger = maximum;
-#pragma unroll
-      for (int i = 0; i < MERGE_SPLITS; i++) larger = fmaxf(larger, part[i].x);
-      const float relative_to = finite_maximum(larger), rescale = exp2_approx(maximum - relative_to);
-      maximum = larger;
-      total *= rescale;
-      sum.x *= rescale, sum.y *= rescale, sum.z *= rescale, sum.w *= rescale;
-#pragma unroll
-      for (int i = 0; i < MERGE_SPLITS; i++) {
-        const float weight = exp2_approx(part[i].x - relative_to);
-        total = fmaf(part[i].y, weight, total);
-        add_weighted(sum, x[i], weight);
-      }
-    }
-    const int h = row.head * p.group + in_group;
-    store_output(p, row.row, h, column, sum, inverse_sum(total));
-    if (p.lse && column == 0) p.lse[(i64)row.row * p.heads + h] = log_sum_exp(maximum, total);
-  }
-}
-
-__device__ __forceinline__ u32* shared_count(const DecodeParams& p, const RowShare& share, int head) {
-  return p.shared_arrived + ((i64)share.piece * p.kv_heads + head) * 2;
-}
-
-// Until all parts of a shared prefix are there; an acquiring fence must follow. By one thread.
-__device__ __forceinline__ void wait_for_shared(const DecodeParams& p, const RowShare& share, int head) {
-  const u32* count = shared_count(p, share, head);
-  while (load_relaxed(count) < (u32)share.parts) {
-  }
-}
-
-// A row needs the count no more. The last one makes it ready for the next launch.
-__device__ __forceinline__ void leave_shared(const DecodeParams& p, const RowShare& share, int head) {
-  u32* count = shared_count(p, share, head);
-  if (arrive_release(count + 1) == (u32)share.rows - 1) count[0] = 0, count[1] = 0;
-}
-
-// Says in `flag`, after the next barrier, whether this block's split was the last of the pending row to arrive. If the row
-// shares a prefix the block then waits for its parts: shared items come first in every block, so that they are there or under
-// way, and wait for nothing.
-__device__ __forceinline__ void decode_settle_arrival(const DecodeParams& p, const PendingRow& row, u32* flag, int thread) {
-  if (thread != 0 || row.splits <= 1) return;
-  const bool last = row.arrived_before == (u32)(row.splits - row.share.parts) - 1;
-  if (last) {
-    p.arrived[(i64)row.row * p.kv_heads + row.head] = 0;  // ready for the next launch
-    if (row.share.parts > 0) {
-      wait_for_shared(p, row.share, row.head);
-      leave_shared(p, row.share, row.head);
-    }
-    fence_acquire();  // the other blocks' parts are seen after the barrier
-  }
-  *flag = last;
-}
+#include "decode_merge.cuh"
 
 __device__ __forceinline__ u32* decode_flag(const DecodeParams& p, unsigned char* shared) {
   return reinterpret_cast<u32*>(shared + RING_BYTES + WARPS * p.group * PASS_STRIDE * 4 + WARPS * MAX_HEADS * 8) + WARPS * STAGES;
-}
-
-// Puts the parts of a row's shared prefix before its own sum, in the order and with the roundings of decode_merge_splits.
-__device__ __forceinline__ void decode_join_shared(const DecodeParams& p, int row, int head, int in_group, int column, int parts,
-                                                   float& maximum, float& total, float4& sum) {
-  const i64 base = ((i64)row * p.kv_heads + head) * p.max_splits * p.group + in_group;
-  float2 part[SHARED_SPLITS];
-  float4 x[SHARED_SPLITS];
-#pragma unroll
-  for (int i = 0; i < SHARED_SPLITS; i++) {
-    part[i] = make_float2(NEG_INFINITY, 0.f);
-    x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (i < parts) {
-      part[i] = load_coherent(p.partial_sums + base + i * p.group);
-      x[i] = load_coherent(reinterpret_cast<const float4*>(p.partial + (base + (i64)i * p.group) * HEAD_DIM + column));
-    }
-  }
-  float larger = maximum;
-#pragma unroll
-  for (int i = 0; i < SHARED_SPLITS; i++) larger = fmaxf(larger, part[i].x);
-  const float relative_to = finite_maximum(larger), own = exp2_approx(maximum - relative_to);
-  const float own_total = total;
-  const float4 own_sum = sum;
-  total = 0.f;
-  sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-  for (int i = 0; i < SHARED_SPLITS; i++) {
-    const float weight = exp2_approx(part[i].x - relative_to);
-    total = fmaf(part[i].y, weight, total);
-    add_weighted(sum, x[i], weight);
-  }
-  total = fmaf(own_total, own, total);
-  add_weighted(sum, own_sum, own);
-  maximum = larger;
 }
 
 // Leaves a warp's maxima and the sums of its weights for the others.
@@ -460,15 +370,19 @@ __device__ __forceinline__ void decode_add_warps(const float* sums, const float2
 
 // Adds the warps' sums and hands the item's result on. `pending` is the row of the item before, which is merged here if
 // this block brought its last split, and becomes this item's row.
+template <bool DEALT>
 __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeParams& p, const DecodeItem& item, int head,
-                                                   const RowShare& share, PendingRow& pending, unsigned char* shared, int warp, int lane, int barrier) {
+                                                   const RowShare& share, PendingRow& pending, unsigned char* shared, int warp, int lane, int barrier,
+                                                   int block) {
   float* sums = reinterpret_cast<float*>(shared + RING_BYTES);
   float2* softmax = reinterpret_cast<float2*>(sums + WARPS * p.group * PASS_STRIDE);
   u32* flag = decode_flag(p, shared);
   const int thread = warp * 32 + lane;
-  decode_settle_arrival(p, pending, flag, thread);
+  if (!DEALT) decode_settle_arrival(p, pending, flag, thread);
   // The only split of the row's own tokens takes the parts of its shared prefix in at once.
-  const bool joins = share.parts > 0 && item.splits == share.parts + 1;
+  const bool joins = !DEALT && share.parts > 0 && item.splits == share.parts + 1;
+  // Where tokens are dealt the block that has a row's last tokens finishes it.
+  const bool gathers = DEALT && item.splits > 1 && item.split == item.splits - 1;
   if (joins && thread == 0) {
     wait_for_shared(p, share, head);
     fence_acquire();
@@ -487,9 +401,14 @@ __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeP
       decode_add_warps(sums, softmax, p.group, in_group, column, maximum, total, sum);
       const int at = pass * PASS_COLUMNS + column, h = head * p.group + in_group;
       if (joins) decode_join_shared(p, item.row, head, in_group, at, share.parts, maximum, total, sum);
-      if (item.splits == 1 || joins) {
+      if (gathers) decode_gather(p, item.split, block, in_group, at, maximum, total, sum);
+      if (item.splits == 1 || joins || gathers) {
         store_output(p, item.row, h, at, sum, inverse_sum(total));
         if (p.lse && at == 0) p.lse[(i64)item.row * p.heads + h] = log_sum_exp(maximum, total);
+      } else if (DEALT && item.splits > 1) {
+        float* to = exchange_part(p, block, in_group);
+        store_words(to + at, words_of(sum));
+        if (at == 0) store_words(to + HEAD_DIM, words_of(make_float4(maximum, total, 0.f, 0.f)));
       } else if (item.splits > 1) {
         *reinterpret_cast<float4*>(p.partial + (part + in_group) * HEAD_DIM + at) = sum;
         if (at == 0) p.partial_sums[part + in_group] = make_float2(maximum, total);
@@ -497,10 +416,11 @@ __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeP
     }
   }
   // Read between two barriers: the next item writes it before its first one.
-  const bool merge = pending.splits > 1 && *flag;
+  const bool merge = !DEALT && pending.splits > 1 && *flag;
   stage_barrier(barrier, DECODE_THREADS);
   const PendingRow before = pending;
-  pending.row = item.row, pending.head = head, pending.splits = joins ? 0 : item.splits;
+  pending.row = item.row, pending.head = head, pending.splits = joins || DEALT ? 0 : item.splits;
+  if (gathers) decode_clear_parts(p, item.split, block, thread);
   // The barrier has put the parts of all threads before this; the answer travels during the next item.
   if (thread == 0 && joins) leave_shared(p, share, head);
   if (thread == 0 && pending.splits > 1) {
@@ -512,26 +432,33 @@ __device__ __forceinline__ void decode_finish_item(DecodeState& s, const DecodeP
 
 #include "decode_shared.cuh"
 
-// The whole stage for block `block` of `blocks`. `barrier`: a named barrier of the WARPS warps that run the stage.
-__device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, unsigned char* shared, int block, int blocks,
-                                                       int barrier) {
+// The items of block `block` of `blocks`, of which `item` is the first. `waits`: the kernels ahead are still to be waited for. `DEALT`:
+// the list is one of equal shares of all tokens.
+template <bool DEALT>
+__device__ __forceinline__ void decode_own_items(const DecodeParams& p, unsigned char* shared, DecodeItem item, int total, int block,
+                                                 int blocks, int barrier, bool waits) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int total = p.n_items[0] * p.kv_heads;
-  // Shared items come first in one numbering of all work, which the blocks take in turn.
-  const int shared_total = p.n_items[1] * p.kv_heads;
-  if (shared_total > 0) {
-    decode_shared_stage(p, shared, block, blocks, barrier, shared_total);
-    block = (block + blocks - shared_total % blocks) % blocks;
+  if (block >= total) {
+    if (waits) wait_for_kernels_ahead();
+    return;
   }
-  if (block >= total) return;
   const u32 ring = shared_address(shared) + warp * STAGES * STAGE_BYTES;
   int* valid = reinterpret_cast<int*>(shared + RING_BYTES + WARPS * p.group * PASS_STRIDE * 4 + WARPS * MAX_HEADS * 8) + warp * STAGES;
 
   DecodeCursor<DecodeItem> cursor;
-  DecodeItem item = load_item<DecodeItem>(p, block);
   cursor_start(cursor, p, item, block, blocks, warp, total);
+  int issued = 0;
+  if (waits) {
+#pragma unroll 1
+    while (issued < STAGES - 1 && cursor.work < total && cursor.token + GRANULE <= cursor.item.position) {
+      decode_issue(cursor, p, ring + issued * STAGE_BYTES, valid + issued, warp, lane, total, blocks);
+      issued++;
+    }
+    wait_for_kernels_ahead();
+  }
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) decode_issue(cursor, p, ring + s * STAGE_BYTES, valid + s, warp, lane, total, blocks);
+  for (int s = 0; s < STAGES - 1; s++)
+    if (s >= issued) decode_issue(cursor, p, ring + s * STAGE_BYTES, valid + s, warp, lane, total, blocks);
 
   DecodeQuery query;
   decode_load_query(query, p, item, block % p.kv_heads, lane);
@@ -539,10 +466,11 @@ __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, un
   pending.row = pending.head = pending.splits = 0;
   pending.arrived_before = 0;
   pending.share = no_share();
-  RowShare share = load_share(p, item.row);
+  RowShare share = !DEALT ? load_share(p, item.row) : no_share();
   int stage = 0;
   for (int work = block; work < total; work += blocks) {
     const int head = work % p.kv_heads;
+    if (ends_list(item)) break;
     const bool more = work + blocks < total;
     const DecodeItem next = more ? load_item<DecodeItem>(p, work + blocks) : item;
     const auto sees = [&](int, int, int kv) { return kv >= item.first; };
@@ -558,15 +486,51 @@ __device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, un
     }
     // The next query travels while this item is summed up.
     if (more) decode_load_query(query, p, next, (work + blocks) % p.kv_heads, lane);
-    decode_finish_item(state, p, item, head, share, pending, shared, warp, lane, barrier);
+    decode_finish_item<DEALT>(state, p, item, head, share, pending, shared, warp, lane, barrier, block);
     item = next;
-    if (more) share = load_share(p, item.row);
+    if (!DEALT && more) share = load_share(p, item.row);
   }
-  if (pending.splits > 1) {
+  if (!DEALT && pending.splits > 1) {
     u32* flag = decode_flag(p, shared);
     decode_settle_arrival(p, pending, flag, warp * 32 + lane);
     stage_barrier(barrier, DECODE_THREADS);
     if (*flag) decode_merge_splits(p, pending, warp * 32 + lane, DECODE_THREADS);
   }
   wait_copies<0>();
+}
+
+// The whole stage for block `block` of `blocks`. `barrier`: a named barrier of the WARPS warps that run the stage.
+//
+// With `early` the first copies begin before the kernels ahead in the stream have ended; those that make the queries and the newest
+// keys and values of this layer are usually still running, and others may be. What is read before the wait is
+//   the work list and the page table, of which decode_plan writes the one and an upload ahead of it the other,
+//   keys and values of granules that end before the row's newest token.
+// decode_plan is no programmatic launch: it begins when everything ahead of it in the stream has ended and is visible, so that
+// earlier steps, copies of pages and uploads are behind it. It does not trigger its dependents either: nothing behind it begins
+// before it has ended, and a fence has by then brought its list to the second-level cache. What may still run are therefore
+// kernels of the step itself, and of those the host says, by `early`, that they write newest tokens only. That is true of a decode
+// step, but not of a pass with prompts. The host leaves the first launch after a plan to wait: then each multiprocessor has waited
+// for the list once before it is read early, and no older one can be in a first-level cache.
+// Nothing is written before the wait. Where prefixes are shared everything waits.
+__device__ __forceinline__ void decode_attention_stage(const DecodeParams& p, unsigned char* shared, int block, int blocks,
+                                                       int barrier) {
+  bool waits = p.early;
+  if (!waits) wait_for_kernels_ahead();
+  const int2 counts = *reinterpret_cast<const int2*>(p.n_items);
+  // Asked for together with how many there are: a list has one for every block, if an old one.
+  DecodeItem item = load_item<DecodeItem>(p, block);
+  const int total = counts.x * p.kv_heads;
+  if (counts.y < 0) {
+    decode_own_items<true>(p, shared, item, total, block, blocks, barrier, waits);
+    return;
+  }
+  // Shared items come first in one numbering of all work, which the blocks take in turn.
+  const int shared_total = counts.y * p.kv_heads;
+  if (shared_total > 0) {
+    if (waits) wait_for_kernels_ahead(), waits = false;
+    decode_shared_stage(p, shared, block, blocks, barrier, shared_total);
+    block = (block + blocks - shared_total % blocks) % blocks;
+    item = load_item<DecodeItem>(p, block);
+  }
+  decode_own_items<false>(p, shared, item, total, block, blocks, barrier, waits);
 }

@@ -18,6 +18,9 @@
 // With `together` every row is made of shared items, of up to `shared_rows` neighbours with one slot: the tokens of a prompt,
 // or a single row. Cuts lie where the rows' own items would have them.
 //
+// In a step of many rows of which none share, where such a list would give some blocks much more than others or is mostly parts of
+// rows, all tokens are dealt to the blocks in equal shares instead, and rows are cut where a share ends: see plan_shares.
+//
 // Long items come first, which evens out the blocks that take them in turn: classes from the longest on, of each class the
 // whole splits, then the rests of rows in REST_BINS bins.
 #pragma once
@@ -26,7 +29,7 @@
 struct DecodeItem {
   int row, slot;
   int start, end;     // tokens of this split, start a multiple of 16
-  int split, splits;  // which of how many splits of the row
+  int split, splits;  // which of how many splits of the row; splits < 0: the block has no more items
   int first;          // tokens before it are outside the window
   int position;       // logical position of the query: length - 1
 };
@@ -60,7 +63,7 @@ struct DecodePlanParams {
   int* row_splits;      // [rows]
   int* row_lengths;     // [rows]
   RowShare* row_shares; // [rows]
-  int* n_items;         // [2]: items, shared items
+  int* n_items;         // [2]: items, shared items; the second is -1 where tokens are dealt in equal shares
   const int* table;     // [n_slots, max_pages]; null: nothing is shared
   int max_pages, page_shift;
   int shared_rows;      // rows that a shared item takes at most
@@ -73,6 +76,8 @@ struct DecodePlanParams {
   int min_split;        // a multiple of 16
   int max_splits, n_classes;  // of a row's own tokens
   int window;           // 0 = none; else a query at p sees p - window < kv
+  int shares;           // blocks of the launch over KV heads, of which each may get an equal share of all tokens; 0: no shares
+  int unused;
 };
 
 constexpr int PLAN_THREADS = 256;
@@ -84,6 +89,12 @@ constexpr int SHARED_SPLITS = 8;
 constexpr int SHARED_SPLIT_TOKENS = 128;
 // Sharing must save at least so many tokens' keys and values for each KV head: the parts cost stores and sums.
 constexpr int SHARED_MIN_SAVED = 512;
+// Shares of all tokens at most, and the fewest granules of one.
+constexpr int MAX_SHARES = 1024;
+constexpr int SHARE_GRANULES = 8;
+// What an item costs beside its tokens, and the fewest of a part of a row, both in granules.
+constexpr int ROW_COST = 2;
+constexpr int SMALLEST_PART = 2;
 
 struct DecodeRow {
   int slot, length, first, start, split_class, splits;
@@ -238,14 +249,153 @@ __device__ __forceinline__ DecodeRow decode_row(const DecodePlanParams& p, int r
   return r;
 }
 
+// Where the share of a block begins: token 16 `granule` of a row's own.
+struct ShareStart {
+  int row, granule;
+};
+
+__device__ __forceinline__ int own_granules(const DecodeRow& r) { return (r.length - r.start + 15) / 16; }
+
+// Deals all rows' tokens to the blocks in equal shares. All but `p` is scratch: `of` [MAX_SHARING_ROWS], the rows, those without
+// tokens from the end on; `first` [MAX_SHARING_ROWS + 1], where each of the others lies on the line of all granules; `starts`
+// [shares + 1]; `inside` [MAX_SHARING_ROWS], cuts inside of each; `scratch` [2 PLAN_THREADS / 32]. False, with nothing written, if the
+// list that is there, of `n_items`, is as good, or cannot hold the shares, or a row would have too many splits.
+//
+//   rows    0            1      2                    3
+//   line    ├────────────┼──────┼────────────────────┼─────────┤       a row has its granules and ROW_COST
+//   shares  ├───────┼────────┼───────┼────────┼───────┼────────┤
+//
+// The list is dealt out in turn: item k of share j stands at j + shares k, for each KV head. A share begins with the part of its
+// last row, if that goes on in the next, which the block leaves for the one that finishes the row. It ends with the row of which
+// blocks before have left parts: these are there by then, and no block waits for one that waits. Rows without tokens follow.
+__device__ __forceinline__ bool plan_shares(const DecodePlanParams& p, int n_items, int* of, int* first, ShareStart* starts, int* inside, int* scratch) {
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  int line = 0, rows = 0;  // rows with tokens
+  for (int row0 = 0; row0 < p.rows; row0 += PLAN_THREADS) {
+    const int row = row0 + thread;
+    int n = row < p.rows ? own_granules(decode_row(p, row, 0)) : 0;
+    const bool real = n > 0;
+    if (real) n += ROW_COST;
+    const u32 all = __ballot_sync(0xffffffffu, real);
+    int sum = n;
+    for (int d = 1; d < 32; d *= 2) {
+      int other = __shfl_up_sync(0xffffffffu, sum, d);
+      if (lane >= d) sum += other;
+    }
+    if (lane == 31) scratch[warp] = sum, scratch[PLAN_THREADS / 32 + warp] = __popc(all);
+    __syncthreads();
+    int begin = line + sum - n, at = rows + __popc(all & ((1u << lane) - 1));
+    for (int w = 0; w < PLAN_THREADS / 32; w++) {
+      const int of_warp = scratch[w], rows_of_warp = scratch[PLAN_THREADS / 32 + w];
+      if (w < warp) begin += of_warp, at += rows_of_warp;
+      line += of_warp, rows += rows_of_warp;
+    }
+    if (real) of[at] = row, first[at] = begin, inside[at] = 0;
+    else if (row < p.rows) of[p.rows - 1 - (row - at)] = row;
+    __syncthreads();
+  }
+  // The longest items lie first, so that the first block has the most. Rows in parts cost more than the same tokens in whole rows.
+  int most = 0;
+  for (int i = 0; i < n_items; i += p.shares) most += (p.items[i].end - p.items[i].start + 15) / 16 + ROW_COST;
+  const bool uneven = (i64)most * p.shares * 20 > (i64)line * 27, in_parts = (i64)n_items * 4 >= (i64)p.rows * 5;
+  if (!uneven && !in_parts) return false;
+  if (thread == 0) first[rows] = line;
+  __syncthreads();
+  int shares = line / SHARE_GRANULES;
+  shares = shares > p.shares ? p.shares : shares < 1 ? 1 : shares;
+  for (int j = thread; j <= p.shares; j += PLAN_THREADS) {
+    ShareStart at;
+    at.row = rows, at.granule = 0;
+    if (j < shares && rows > 0) {
+      const int cut = (int)((i64)line * j / shares);
+      int low = 0, high = rows;  // first[low] <= cut < first[high]
+      while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (first[middle] <= cut) low = middle;
+        else high = middle;
+      }
+      const int granules = first[low + 1] - first[low] - ROW_COST, granule = cut - first[low] - ROW_COST;
+      at.row = low, at.granule = granule;
+      if (granule < SMALLEST_PART) at.granule = 0;
+      else if (granules - granule < SMALLEST_PART) at.row = low + 1, at.granule = 0;
+    }
+    starts[j] = at;
+  }
+  __syncthreads();
+  // The same cut twice is one.
+  const auto is_cut = [&](int j) {
+    return starts[j].granule > 0 && (starts[j].row != starts[j - 1].row || starts[j].granule != starts[j - 1].granule);
+  };
+  const auto items_of = [&](const ShareStart& a, const ShareStart& b) {
+    return a.row == b.row ? (b.granule > a.granule ? 1 : 0) : b.row - a.row + (b.granule > 0 ? 1 : 0);
+  };
+  const auto empty_of = [&](int j) { return (p.rows - rows + p.shares - 1 - j) / p.shares; };
+  int items = 0;
+  bool fits = true;
+  for (int j = thread; j < p.shares; j += PLAN_THREADS) {
+    if (j > 0 && is_cut(j)) fits = atomicAdd(reinterpret_cast<u32*>(inside + starts[j].row), 1u) + 2 <= (u32)p.max_splits && fits;
+    const int n = items_of(starts[j], starts[j + 1]) + empty_of(j);
+    items = items > n ? items : n;
+  }
+  for (int d = 16; d > 0; d /= 2) {
+    const int other = __shfl_xor_sync(0xffffffffu, items, d);
+    items = items > other ? items : other;
+  }
+  if (lane == 0) scratch[warp] = items;
+  const bool all_fit = __syncthreads_and(fits);
+  for (int w = 0; w < PLAN_THREADS / 32; w++) items = items > scratch[w] ? items : scratch[w];
+  if (!all_fit || (i64)items * p.shares > (i64)p.rows * p.max_splits) {
+    __syncthreads();  // `scratch` is free again
+    return false;
+  }
+  for (int i = thread; i < p.rows; i += PLAN_THREADS) {
+    const int row = of[i];
+    p.row_splits[row] = i < rows ? inside[i] + 1 : 1;
+    p.row_lengths[row] = plan_row(p, row).y;
+  }
+  for (int j = thread; j < p.shares; j += PLAN_THREADS) {
+    const ShareStart a = starts[j], b = starts[j + 1];
+    const int n = items_of(a, b);
+    // The part of the row that goes on behind comes first, the part of the row that began before comes last.
+    const int turned = n > 1 && b.granule > 0, begun = a.granule > 0, others = n - turned;
+    for (int k = 0; k < items; k++) {
+      DecodeItem item;
+      item.row = item.slot = item.start = item.end = item.split = item.first = item.position = 0;
+      item.splits = -1;
+      if (k < n) {
+        const int i = turned && k == 0 ? n - 1 : (k - turned + begun) % others, at = a.row + i;
+        const DecodeRow r = decode_row(p, of[at], 0);
+        const int from = i == 0 ? a.granule : 0;
+        item.row = of[at];
+        item.slot = r.slot;
+        item.start = r.start + from * 16;
+        item.end = i == b.row - a.row ? r.start + b.granule * 16 : r.length;
+        if (from > 0)
+          for (int c = j; c > 0 && starts[c].row == at && starts[c].granule > 0; c--) item.split += is_cut(c);
+        item.splits = inside[at] + 1;
+        item.first = r.first;
+        item.position = r.length - 1;
+      } else if (k - n < empty_of(j)) {
+        item.row = of[rows + j + p.shares * (k - n)];
+        item.slot = plan_row(p, item.row).x;
+        item.splits = 1;
+        item.position = -1;
+      }
+      p.items[j + p.shares * k] = item;
+    }
+  }
+  if (thread == 0) p.n_items[0] = items * p.shares, p.n_items[1] = -1;
+  return true;
+}
+
 // Shared memory of a plan, in words.
-constexpr int PLAN_WORDS = PLAN_THREADS / 32 + 4 + 2 * MAX_SHARING_ROWS;
+constexpr int PLAN_WORDS = 2 * PLAN_THREADS / 32 + 4 + 4 * MAX_SHARING_ROWS + 4 + 2 * (MAX_SHARES + 1);
 
 // One block of PLAN_THREADS threads.
 __device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int* shared /* PLAN_WORDS */) {
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int base = 0;
-  int* n_shared = shared + PLAN_THREADS / 32;
+  int* n_shared = shared + 2 * PLAN_THREADS / 32;
   int* prefix = n_shared + 4;
   if (p.together) {
     plan_together(p, n_shared);
@@ -310,6 +460,12 @@ __device__ __forceinline__ void decode_plan_stage(const DecodePlanParams& p, int
       base += total;
       __syncthreads();
     }
+  }
+  if (p.shares > 0 && p.rows <= MAX_SHARING_ROWS && (!sharing || *n_shared == 0)) {
+    int* first = prefix + 2 * MAX_SHARING_ROWS;
+    ShareStart* starts = reinterpret_cast<ShareStart*>(first + MAX_SHARING_ROWS + 4);
+    int* of = prefix + 3 * MAX_SHARING_ROWS + 4 + 2 * (MAX_SHARES + 1);
+    if (plan_shares(p, base, of, first, starts, prefix + MAX_SHARING_ROWS, shared)) return;
   }
   if (thread == 0) p.n_items[0] = base, p.n_items[1] = sharing ? *n_shared : 0;
 }

@@ -81,7 +81,8 @@ fn random_rows(random: &mut Random, setup: &Setup, sequences: &Sequences, n: usi
     Rows { of, lens, q }
 }
 
-/// Output and log-sum-exp on poisoned buffers; run twice, since counters must be left as they were found.
+/// Output and log-sum-exp on poisoned buffers; run twice, since counters must be left as they were found, the second time with
+/// an early start.
 fn run(
     gpu: &Gpu,
     attention: &DecodeAttention,
@@ -103,7 +104,7 @@ fn run(
     let q = DeviceBuffer::from_slice(stream, &rows.q).unwrap();
     let heads = elements / sequences.head_dim;
     let mut previous: Option<(Vec<bf16>, Vec<f32>)> = None;
-    for _ in 0..2 {
+    for early in [false, true] {
         let out = DeviceBuffer::<bf16>::filled_with_bytes(&gpu.device, rows.q.len(), 0xff).unwrap();
         let lse = DeviceBuffer::<f32>::filled_with_bytes(&gpu.device, n * heads, 0xff).unwrap();
         let args = DecodeArgs {
@@ -118,7 +119,7 @@ fn run(
         let plan = attention
             .plan(stream, slots.as_slice(), positions.as_slice(), 1)
             .unwrap();
-        plan.run(stream, &args).unwrap();
+        plan.early(early).run(stream, &args).unwrap();
         let result = (stream.download(&out).unwrap(), stream.download(&lse).unwrap());
         if let Some((out, _)) = &previous {
             assert_eq!(
@@ -253,6 +254,38 @@ fn every_ratio_of_query_to_kv_heads_and_every_page_size() {
                 &format!("group {group}, head_dim {head_dim}"),
             );
         }
+    }
+}
+
+/// Rows of a large step are cut where blocks' equal shares of all tokens end.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn large_steps_are_dealt_in_equal_shares() {
+    let gpu = gpu();
+    for seed in cuda_graphs::cases(0..8) {
+        let mut random = Random::new(250 + seed);
+        let (page_size, head_dim) = (random.pick(&[16, 64]), random.pick(&[64, 128]));
+        // In some steps a few rows have most of the tokens, and a share holds many of the others.
+        let most = if seed % 2 == 0 { 500 } else { 40 };
+        let mut lens: Vec<usize> = (0..random.within(60, 90))
+            .map(|_| random.within(1, most))
+            .collect();
+        for len in &mut lens[..3] {
+            *len = random.within(500, 900);
+        }
+        let sequences = Sequences::new(&mut random, 8, head_dim, page_size, &lens);
+        let mut setup = Setup::plain(random.within(1, 3), &gpu, &sequences);
+        setup.window = (seed % 4 == 2).then(|| random.within(1, 400));
+        setup.mask = (seed % 4 == 3).then(|| MaskMod::sliding_window(100));
+        let n = random.within(60, 100);
+        let attention = setup.attention(&gpu, &sequences, 128).unwrap();
+        let rows = random_rows(&mut random, &setup, &sequences, n);
+        let placed = sequences.place(&gpu, &mut random);
+        let (out, lse) = run(&gpu, &attention, &sequences, &placed, &rows);
+        let shares = attention.blocks() as usize / 8;
+        let planned = attention.planned_items(&gpu.stream).unwrap();
+        assert!(planned.dealt, "seed {seed}: {planned:?} for {shares} blocks");
+        compare(&setup, &sequences, &rows, &out, &lse, &format!("seed {seed}"));
     }
 }
 

@@ -114,7 +114,7 @@ impl Siblings {
         let q_device = DeviceBuffer::from_slice(stream, q).unwrap();
         let heads = self.group * self.sequences.kv_heads;
         let (slots, positions) = (slots.as_slice(), positions.as_slice());
-        let once = || {
+        let once = |early| {
             let out = DeviceBuffer::<bf16>::filled_with_bytes(&gpu.device, q.len(), 0xff).unwrap();
             let lse = DeviceBuffer::<f32>::filled_with_bytes(&gpu.device, of.len() * heads, 0xff).unwrap();
             let args = DecodeArgs {
@@ -130,10 +130,10 @@ impl Siblings {
                 true => attention.plan_shared(stream, slots, positions, 1, placed.rows.as_slice()),
                 false => attention.plan(stream, slots, positions, 1),
             };
-            plan.unwrap().run(stream, &args).unwrap();
+            plan.unwrap().early(early).run(stream, &args).unwrap();
             (stream.download(&out).unwrap(), stream.download(&lse).unwrap())
         };
-        let (first, second) = (once(), once());
+        let (first, second) = (once(false), once(true));
         assert_eq!(
             bits(&first.0),
             bits(&second.0),

@@ -85,6 +85,8 @@ struct Workspace {
     partial_sums: DeviceBuffer<f32>,
     /// Zero between launches: the block that completes a row resets its counter.
     arrived: DeviceBuffer<u32>,
+    /// All bits set between launches: the block that takes a part out sets them.
+    exchange: DeviceBuffer<u32>,
 }
 
 /// The work of a plan, for each KV head.
@@ -92,7 +94,7 @@ struct Workspace {
 /// ```
 /// use block_mask::cuda::PlannedItems;
 ///
-/// let work = PlannedItems { own: 64, shared: 8 };
+/// let work = PlannedItems { own: 64, shared: 8, dealt: false };
 /// assert!(work.shared > 0, "some rows share a prefix");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +103,8 @@ pub struct PlannedItems {
     pub own: usize,
     /// Parts of prefixes that several rows share.
     pub shared: usize,
+    /// Whether all tokens are dealt to the blocks in equal shares; `own` then counts the places of the list.
+    pub dealt: bool,
 }
 
 /// The arguments of [`DecodePlan::run`].
@@ -234,6 +238,13 @@ impl DecodeAttention {
             .max(1);
         let resident_blocks = resident * device.info().multiprocessors;
         let blocks = resident_blocks.min(u32::try_from(most).unwrap_or(u32::MAX));
+        // As many for each KV head, so that tokens can be dealt in equal shares.
+        let heads = u32::try_from(shape.kv_heads).unwrap_or(u32::MAX).max(1);
+        let blocks = if blocks > heads {
+            blocks - blocks % heads
+        } else {
+            blocks
+        };
         let workspace = Workspace {
             items: DeviceBuffer::zeroed(device, limits.max_rows * max_splits * ITEM_WORDS)?,
             shared_items: DeviceBuffer::zeroed(device, limits.max_rows * shared_items * SHARED_ITEM_WORDS)?,
@@ -245,6 +256,11 @@ impl DecodeAttention {
             partial: DeviceBuffer::zeroed(device, partial)?,
             partial_sums: DeviceBuffer::zeroed(device, partial / shape.head_dim * 2)?,
             arrived: DeviceBuffer::zeroed(device, limits.max_rows * shape.kv_heads)?,
+            exchange: DeviceBuffer::filled_with_bytes(
+                device,
+                blocks as usize * shape.group() * (shape.head_dim + 4),
+                0xff,
+            )?,
         };
         Ok(DecodeAttention {
             shape,
@@ -355,11 +371,13 @@ impl DecodeAttention {
                 min_split: self.split(rows),
                 max_splits: self.max_splits,
                 window: self.window,
+                shares: self.shares(rows),
             },
         )?;
         Ok(DecodePlan {
             attention: self,
             rows,
+            early: false,
         })
     }
 
@@ -380,6 +398,7 @@ impl DecodeAttention {
         Ok(DecodePlan {
             attention: self,
             rows,
+            early: false,
         })
     }
 
@@ -393,6 +412,7 @@ impl DecodeAttention {
         Ok(PlannedItems {
             own: count(0),
             shared: count(1),
+            dealt: counts.get(1).is_some_and(|&n| n < 0),
         })
     }
 
@@ -412,6 +432,18 @@ impl DecodeAttention {
     /// Blocks of a launch.
     pub fn blocks(&self) -> u32 {
         self.config.grid[0]
+    }
+
+    /// Equal shares of all tokens that a step of `rows` rows may be dealt in; 0: none.
+    fn shares(&self, rows: usize) -> usize {
+        let (blocks, kv_heads) = (self.config.grid[0] as usize, self.shape.kv_heads.max(1));
+        // Few rows are cut finely anyway. A block has one KV head, all of a row's are cut alike.
+        let few = self.split(rows) < DecodeOptions::LARGEST_SPLIT / 2;
+        match self.options.split.is_some() || self.options.together || few || !blocks.is_multiple_of(kv_heads)
+        {
+            true => 0,
+            false => (blocks / kv_heads).min(launch::MAX_SHARES),
+        }
     }
 
     fn table(&self) -> TableShape {
@@ -457,12 +489,21 @@ impl std::fmt::Debug for DecodeAttention {
 pub struct DecodePlan<'a> {
     attention: &'a DecodeAttention,
     rows: usize,
+    early: bool,
 }
 
 impl DecodePlan<'_> {
     /// Rows of the step.
     pub fn rows(&self) -> usize {
         self.rows
+    }
+
+    /// Launches of the plan that this returns read the first tokens of rows, but for the newest of each, before the kernels ahead in
+    /// the stream have ended. For a caller who vouches that since the plan was made nothing but each row's newest token was
+    /// written to the keys and values that it reads, nor anything to the page table. Queries and newest tokens may come from the
+    /// kernel just ahead. Gains on devices with programmatic dependent launch, elsewhere it changes nothing.
+    pub fn early(self, on: bool) -> Self {
+        Self { early: on, ..self }
     }
 
     /// Attends, in one launch; does not wait.
@@ -496,8 +537,10 @@ impl DecodePlan<'_> {
             partial: of.workspace.partial.as_slice(),
             partial_sums: of.workspace.partial_sums.as_slice(),
             arrived: of.workspace.arrived.as_slice(),
+            exchange: of.workspace.exchange.as_slice(),
             max_splits: of.all_splits,
             scale: of.scale,
+            early: self.early,
             captures: of.functions.captures(stream),
         };
         launch::decode_attention(&of.kernel, stream, &of.config, &decode)

@@ -271,11 +271,11 @@ mod tests {
     #[test]
     fn few_rows_are_cut_finely_and_many_coarsely() {
         let mut options = DecodeOptions::of(4, 3, 2);
-        let splits = [1, 4, 5, 8, 9, 64, 128].map(|rows| options.split_for(rows, 8, 264));
-        assert_eq!(splits, [128, 128, 256, 256, 512, 512, 512]);
+        let splits = [1, 4, 5, 8, 9, 16, 17, 128].map(|rows| options.split_for(rows, 8, 264));
+        assert_eq!(splits, [128, 128, 256, 256, 512, 512, 1024, 1024]);
         assert_eq!(options.smallest_split(), splits[0]);
         assert_eq!(options.split_for(0, 8, 264), 128);
-        assert_eq!(options.split_for(usize::MAX, 8, 264), 512);
+        assert_eq!(options.split_for(usize::MAX, 8, 264), 1024);
         options.split = Some(64);
         assert_eq!([1, 128].map(|rows| options.split_for(rows, 8, 264)), [64, 64]);
         assert_eq!(options.smallest_split(), 64);

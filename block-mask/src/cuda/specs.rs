@@ -24,6 +24,7 @@ fn headers() -> Vec<Header> {
         header!("mods.cuh"),
         header!("decode_plan.cuh"),
         header!("decode_attention.cuh"),
+        header!("decode_merge.cuh"),
         header!("decode_shared.cuh"),
         header!("decode_together.cuh"),
         header!("prefill_attention.cuh"),
@@ -119,7 +120,7 @@ fn sample_functions() -> Functions {
 pub(crate) fn decode_plan_spec() -> KernelSpec {
     KernelSpec::new("decode_plan", include_str!("../../kernels/decode_plan.cu"))
         .headers(headers())
-        .entry("decode_plan", Limits::registers(48))
+        .entry("decode_plan", Limits::registers(64))
 }
 
 pub(crate) fn decode_spec(
@@ -150,7 +151,13 @@ pub(crate) fn decode_spec(
         // Two blocks of 128 threads fit with up to 255 registers. Merging splits takes most of them, for loads in flight. In the
         // forms for few query heads the compiler leaves what a block finds out about its items in local memory, 64 bytes of it.
         let limits = Limits {
-            stack_bytes: if tiles <= 2 { 64 } else { 0 },
+            // The ring of four stages, for devices with 164 KiB of shared memory.
+            spill_bytes: if stages == 4 { 48 } else { 0 },
+            stack_bytes: match tiles {
+                1 if stages == 4 => 96,
+                1 | 2 => 64,
+                _ => 0,
+            },
             ..Limits::registers(255)
         };
         (

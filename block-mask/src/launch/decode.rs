@@ -44,6 +44,8 @@ struct PlanParams {
     max_splits: i32,
     n_classes: i32,
     window: i32,
+    shares: i32,
+    unused: i32,
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -64,6 +66,7 @@ struct DecodeParams {
     partial: u64,
     partial_sums: u64,
     arrived: u64,
+    exchange: u64,
     paging: Paging,
     q_row_stride: i64,
     rows: i32,
@@ -72,6 +75,8 @@ struct DecodeParams {
     group: i32,
     max_splits: i32,
     scale: f32,
+    early: i32,
+    once: i32,
     captures: u64,
 }
 
@@ -122,7 +127,15 @@ pub(crate) struct Plan<'a> {
     pub(crate) min_split: usize,
     pub(crate) max_splits: usize,
     pub(crate) window: Option<usize>,
+    /// Blocks of the launch over KV heads, to which all tokens may be dealt in equal shares; 0: rows are cut by their own lengths.
+    pub(crate) shares: usize,
 }
+
+/// Steps of up to so many rows mark keys and values as read once in the second-level cache. Their products exchange activations and sums
+/// through it; for more rows the mark itself costs more than it brings (measured on an H200).
+const READ_ONCE_ROWS: usize = 64;
+/// As in decode_plan.cuh.
+pub(crate) const MAX_SHARES: usize = 1024;
 
 /// Makes the work list of `slots.len()` rows.
 pub(crate) fn decode_plan(kernel: &Kernel, stream: &Stream, plan: &Plan<'_>) -> Result<(), CudaError> {
@@ -232,9 +245,12 @@ pub(crate) fn decode_plan(kernel: &Kernel, stream: &Stream, plan: &Plan<'_>) -> 
         max_splits: int("splits", plan.max_splits)?,
         n_classes,
         window: plan.window.map_or(0, |window| window.clamp(1, limit) as i32),
+        shares: plan.shares.min(MAX_SHARES) as i32,
+        unused: 0,
     };
     // SAFETY: the kernel reads `rows` slots and lengths and writes at most `rows * max_splits` items, since a row of at
-    // most `max_length` tokens has no more splits in the class that it takes, and the shared items that were checked; it
+    // most `max_length` tokens has no more splits in the class that it takes and a list of shares that is longer is not made, and
+    // the shared items that were checked; it
     // reads the table's rows of slots below `n_slots`; all checked above.
     unsafe { kernel.launch(stream, &LaunchConfig::new(1, PLAN_THREADS), &params) }?;
     Ok(())
@@ -263,8 +279,12 @@ pub(crate) struct Decode<'a> {
     pub(crate) partial: DeviceSlice<'a, f32>,
     pub(crate) partial_sums: DeviceSlice<'a, f32>,
     pub(crate) arrived: DeviceSlice<'a, u32>,
+    /// `[blocks, group, head_dim + 4]`, all bits set between launches; for lists with shares.
+    pub(crate) exchange: DeviceSlice<'a, u32>,
     pub(crate) max_splits: usize,
     pub(crate) scale: f32,
+    /// See [`DecodePlan::early`](crate::cuda::DecodePlan::early).
+    pub(crate) early: bool,
     pub(crate) captures: u64,
 }
 
@@ -300,8 +320,15 @@ pub(crate) fn decode_attention(
         2 * of.rows * shape.kv_heads,
         of.shared_arrived.len(),
     )?;
+    let blocks = config.grid[0] as usize;
+    at_least(
+        "parts of blocks",
+        blocks * shape.group() * (shape.head_dim + 4),
+        of.exchange.len(),
+    )?;
     aligned("partial sums", of.partial, 16)?;
     aligned("partial maxima", of.partial_sums, 8)?;
+    aligned("parts of blocks", of.exchange, 16)?;
     let params = DecodeParams {
         q: of.q.ptr(),
         k: of.k.ptr(),
@@ -318,6 +345,7 @@ pub(crate) fn decode_attention(
         partial: of.partial.ptr(),
         partial_sums: of.partial_sums.ptr(),
         arrived: of.arrived.ptr(),
+        exchange: of.exchange.ptr(),
         paging: paging(kernel, stream, shape, of.page_table, of.table)?,
         q_row_stride: of.q_row_stride as i64,
         rows: int("rows", of.rows)?,
@@ -326,6 +354,8 @@ pub(crate) fn decode_attention(
         group: shape.group() as i32,
         max_splits: int("splits", of.max_splits)?,
         scale: of.scale,
+        early: i32::from(of.early),
+        once: i32::from(of.rows <= READ_ONCE_ROWS),
         captures: of.captures,
     };
     // SAFETY: the items come from decode_plan with the same table and split counts (both are private to the object that

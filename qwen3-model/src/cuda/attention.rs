@@ -279,8 +279,9 @@ impl Attention {
         Ok(())
     }
 
-    /// Attention of the decode step of `rows` rows that was planned last.
-    pub(crate) fn decode(&self, stream: &Stream, rows: usize, of: &Operands<'_>) -> Result<()> {
+    /// Attention of the decode step of `rows` rows that was planned last. `early`: nothing but each row's newest token was written to
+    /// the cache since the plan was made, and the plan is done.
+    pub(crate) fn decode(&self, stream: &Stream, rows: usize, of: &Operands<'_>, early: bool) -> Result<()> {
         of.keep(stream);
         let args = DecodeArgs {
             q: of.qkv,
@@ -291,6 +292,6 @@ impl Attention {
             out: of.out,
             lse: None,
         };
-        Ok(self.decode.planned(rows)?.run(stream, &args)?)
+        Ok(self.decode.planned(rows)?.early(early).run(stream, &args)?)
     }
 }

@@ -393,9 +393,11 @@ impl Backend for CudaBackend {
                     out: operands.out.slice(given * config.q_size()..)?,
                     ..operands
                 };
-                self.attention.decode(&self.stream, continued, &decoding)
+                self.attention.decode(&self.stream, continued, &decoding, false)
             }
-            Rows::Decode { bucket } => self.attention.decode(&self.stream, bucket, &operands),
+            // A decode step writes its newest tokens to the cache and nothing else. Before the second layer's attention begins the
+            // first one's has waited for the plan.
+            Rows::Decode { bucket } => self.attention.decode(&self.stream, bucket, &operands, layer > 0),
         }
     }
 

@@ -31,12 +31,13 @@ pub struct DecodeOptions {
     pub stages: usize,
     /// Blocks that share a multiprocessor, 1 to 8.
     pub blocks_per_multiprocessor: usize,
-    /// Tokens of a split, a multiple of 16; doubled for rows that would need more than `max_splits`. `None`: 128, 256 or
-    /// 512 by the rows of the step, padding included. Few rows are cut finely, to give every multiprocessor work; many
-    /// rows coarsely, since each split costs a block a round of sums and its row a merge.
+    /// Tokens of a split, a multiple of 16; doubled for rows that would need more than `max_splits`. `None`: a step of few rows
+    /// is cut finely, every 128 or 256 tokens by the number of rows, padding included, to give every multiprocessor work. In a
+    /// step of more rows all tokens are dealt to the blocks in equal shares, and rows are cut where a share ends (every 512 or
+    /// 1,024 tokens where rows share a prefix, the table holds few pages or a row would have more than `max_splits` parts).
     ///
     /// With a number a row's bits do not depend on the other rows of the step. With `None` they depend on how many rows
-    /// there are: the same row in a step of another size may be cut elsewhere and summed in another order.
+    /// there are and how long: the same row in another step may be cut elsewhere and summed in another order.
     pub split: Option<usize>,
     /// Splits of a row at most, 1 to 256; a shared prefix takes up to 8 more.
     pub max_splits: usize,
@@ -187,15 +188,19 @@ impl DecodeOptions {
     }
 
     /// Tokens of a split in a step of `rows` rows on a device that holds `blocks` blocks at once. On an H200 with 8 KV
-    /// heads (264 blocks): 128 up to 4 rows, 256 up to 8, then 512.
+    /// heads (264 blocks): 128 up to 4 rows, 256 up to 8, 512 up to 16, then 1,024.
     pub(crate) fn split_for(&self, rows: usize, kv_heads: usize, blocks: usize) -> usize {
         let units = rows.saturating_mul(kv_heads);
         self.split.unwrap_or(match blocks / units.max(1) {
             8.. => SMALLEST_SPLIT,
             4.. => 2 * SMALLEST_SPLIT,
-            _ => 4 * SMALLEST_SPLIT,
+            2.. => 4 * SMALLEST_SPLIT,
+            _ => Self::LARGEST_SPLIT,
         })
     }
+
+    /// The largest that [`split_for`](Self::split_for) chooses.
+    pub(crate) const LARGEST_SPLIT: usize = 8 * SMALLEST_SPLIT;
 
     /// The smallest that [`split_for`](Self::split_for) gives.
     pub(crate) fn smallest_split(&self) -> usize {
