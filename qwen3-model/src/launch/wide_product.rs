@@ -477,6 +477,26 @@ mod tests {
     }
 
     #[test]
+    fn a_batch_has_a_form_for_each_number_of_its_rows_and_none_beyond() {
+        for (columns, fewest) in [(vec![32, 64, 96, 128], 0), (vec![96, 128, 192, 256], 65)] {
+            for max_rows in fewest..300 {
+                let loaded = &columns[..needed(&columns, fewest, max_rows)];
+                let last = max_rows.min(columns[columns.len() - 1]);
+                assert!(
+                    loaded.last().is_some_and(|&most| most >= last),
+                    "{max_rows}: {loaded:?}"
+                );
+                let others = loaded.len() - 1;
+                assert!(
+                    loaded[..others].iter().all(|&most| most < max_rows),
+                    "{max_rows}: {loaded:?}"
+                );
+            }
+        }
+        assert_eq!(needed(&[96, 128, 192, 256], 65, 64), 0);
+    }
+
+    #[test]
     fn shared_memory_fits_a_multiprocessor() {
         for form in FORMS {
             assert!(form.shared_bytes() <= SHARED_BYTES, "{form:?}");
