@@ -2,7 +2,7 @@
 
 use crate::ModuleUpdate;
 use crate::merge::{RowFactors, Tally};
-use crate::panels::{LEAST, PER_NORM, Panels};
+use crate::panels::{Panels, bound};
 use crate::portable::{Portable, Tiles};
 use crate::rounding::bf16_from_f64;
 use crate::tile::{self, Line, MR, Row, place};
@@ -96,7 +96,7 @@ impl Found {
 pub(crate) struct Left {
     /// `[group of MR rows][k][MR]`: with their scaling, as the inner loop reads them.
     values: Vec<f32>,
-    /// Bounds on the errors of the sums, to be multiplied by a column's norm; 0 for a row without any term.
+    /// Bounds on the errors of the sums, to be multiplied by a column's norm; 0 for a row without any term or gain.
     pub(crate) bounds: Vec<f32>,
     gains: Option<Vec<f32>>,
 }
@@ -199,7 +199,7 @@ impl Block<'_> {
         let mut out: [&mut [bf16]; MR] = std::array::from_fn(|_| each_out.next().unwrap_or_default());
         // Whole panels of rows that all have terms go the short way.
         let mut rest = panels.clone();
-        if factors.iter().all(|(bound, _)| *bound != 0.0) {
+        if rank > 0 && factors.iter().all(|(bound, _)| *bound != 0.0) {
             rest.start = panels.end.min(columns / W).max(panels.start);
             let full = panels.start..rest.start;
             let out = out.each_mut().map(|row| &mut **row);
@@ -310,12 +310,13 @@ impl Block<'_> {
         let mut left = vec![0f32; groups * self.panels.total_rank * MR];
         let mut bounds = vec![0f32; groups * MR];
         let rank = self.panels.total_rank;
-        let weights = crate::panels::weights(rank, self.factors.gain().is_some());
+        let gains = self.factors.gain();
+        let weights = crate::panels::weights(rank, gains.is_some());
         for row in 0..rows {
             let group = &mut left[row / MR * rank * MR..][..rank * MR];
             let mut k = 0;
             let mut square = 0f64;
-            let mut any = false;
+            let mut any = gains.is_some();
             for (i, term) in self.update.terms.iter().enumerate() {
                 let scale = self.factors.scale(self.update, i, self.first_row + row);
                 for l in &term.left[(self.first_row + row) * term.r..][..term.r] {
@@ -327,16 +328,20 @@ impl Block<'_> {
                     k += 1;
                 }
             }
-            // 0 says that the row has no term at all.
+            // 0 says that the row stays as it is.
             if any {
-                bounds[row] = (square.sqrt() * PER_NORM).clamp(LEAST, f64::from(f32::MAX)) as f32;
+                bounds[row] = bound(square);
             }
         }
-        let gains = self.factors.gain();
+        // One that f32 has no relative precision for leaves everything to f64.
+        let gain = |gain: &f64| match *gain as f32 {
+            rounded if rounded.is_normal() || *gain == 0.0 => rounded,
+            _ => f32::NAN,
+        };
         Left {
             values: left,
             bounds,
-            gains: gains.map(|g| g[self.first_row..][..rows].iter().map(|g| *g as f32).collect()),
+            gains: gains.map(|g| g[self.first_row..][..rows].iter().map(gain).collect()),
         }
     }
 
@@ -374,7 +379,7 @@ impl Block<'_> {
     }
 }
 
-/// A row that no term touches, or some of its columns.
+/// A row that no term and no gain touches, or some of its columns.
 #[inline(always)]
 fn keep(w0: &[bf16], out: &mut [bf16], found: &mut Found) {
     found.changed |= bytemuck::cast_slice::<_, u16>(out) != bytemuck::cast_slice::<_, u16>(w0);

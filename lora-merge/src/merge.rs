@@ -15,7 +15,9 @@
 //! the same bf16, that bf16 is the correctly rounded one. The others (around one in a thousand, those that lie very
 //! close to the middle between two bf16 values) are computed again in f64, where products of f32 are exact. So each
 //! element is the correctly rounded one whatever the blocking, the vector width, the number of threads or the order
-//! of the adapters, and the same bits come out on another machine.
+//! of the adapters, and the same bits come out on another machine. Where f64 errs as well (the sum is next to a tie, or
+//! terms cancel, by less than about 2⁻⁵³ of what was added), its sum in the order of the terms decides, which is the
+//! same everywhere.
 //!
 //! # How it is fast
 //! ```text
@@ -74,8 +76,9 @@ pub struct MergeOutcome {
 /// Merges an update into a copy of the pristine weight: `out = round_bf16(W₀ + update)`.
 ///
 /// `w0` and `out` are `[rows, columns]` of [`ModuleUpdate::shape`], row-major. `out`'s former values are only
-/// compared with. Every element is the correctly rounded one. Uses rayon's current thread pool; allocates the packed
-/// right factors (4 bytes × total rank × columns), never a delta.
+/// compared with. Every element is the correctly rounded one. Without DoRA a row whose left factors are all 0 stays as it
+/// is, be it or the right factors finite or not. Uses rayon's current thread pool; allocates the packed right factors
+/// (4 bytes × total rank × columns), never a delta.
 ///
 /// # Errors
 /// [`Error::Length`]; [`Error::ZeroNorm`] before anything is written; [`Error::MergedNotFinite`] after `out` was

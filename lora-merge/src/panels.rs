@@ -8,17 +8,28 @@ use std::ops::Range;
 /// Columns of a panel at most.
 pub(crate) const WIDEST: usize = 32;
 /// Least factor of a bound: the product of two covers results that are too small for relative bounds.
-pub(crate) const LEAST: f64 = 1e-20;
+const LEAST: f64 = 1e-20;
 
-/// Bound on one rounding of f32, relative, and a little more for those of the bounds themselves.
-pub(crate) const PER_NORM: f64 = 1.001 / (1 << 24) as f64;
+/// The square root of a bound on one rounding of f32, relative, and a little more for those of the bounds themselves.
+const PER_FACTOR: f64 = 1.001 / (1 << 12) as f64;
+
+/// A row's or a column's factor of the bound on the error of a sum, from its sum of weighted squares; see [`weights`].
+/// Nothing is sure where there is a NaN, so the bound is as great as can be.
+pub(crate) fn bound(square: f64) -> f32 {
+    let bound = square.sqrt() * PER_FACTOR;
+    match bound < f64::from(f32::MAX) {
+        true => bound.max(LEAST) as f32,
+        false => f32::MAX,
+    }
+}
 
 /// The number of roundings that a product passes through, for each of `rank` products in order.
 ///
 /// The error of a sum is at most `2⁻²⁴ · Σ weightₖ·|lₖ·rₖ|`: each addition errs by that part of its result, in which the
-/// products so far take part. By Cauchy and Schwarz that is at most `2⁻²⁴ · √(Σ weightₖ·lₖ²) · √(Σ weightₖ·rₖ²)`, one factor
-/// for a row and one for a column. With `gain`, W₀ has a factor: its roundings, relative to the result, are covered by units
-/// in the last place, and what W₀ may exceed the result by is at most the sum.
+/// products so far take part. By Cauchy and Schwarz that is at most `2⁻¹²·√(Σ weightₖ·lₖ²) · 2⁻¹²·√(Σ weightₖ·rₖ²)`, one
+/// factor for a row and one for a column, which both stay below f32's greatest value. With `gain`, W₀ has a factor: its
+/// roundings, relative to the result, are covered by units in the last place, and what W₀ may exceed the result by is at
+/// most the sum.
 pub(crate) fn weights(rank: usize, gain: bool) -> Vec<f64> {
     let runs = rank.div_ceil(RUN);
     // The scaled left factor is rounded, and so is the product, where there is no fused operation.
@@ -59,7 +70,7 @@ impl Panels {
         let total_rank = update.total_rank();
         let n_panels = columns.div_ceil(width);
         let mut values = vec![0f32; n_panels * total_rank * width];
-        let mut norms = vec![0f32; n_panels * width];
+        let mut norms = vec![LEAST as f32; n_panels * width];
         let weights = weights(total_rank, gain);
         let pack = |(panel, (values, norms)): (usize, (&mut [f32], &mut [f32]))| {
             let start = panel * width;
@@ -73,8 +84,7 @@ impl Panels {
                 }
             }
             for (column, square) in squares[..width].iter().enumerate() {
-                norms[place(column, width)] =
-                    (square.sqrt() * 1.000_001).clamp(LEAST, f64::from(f32::MAX)) as f32;
+                norms[place(column, width)] = bound(*square);
             }
         };
         if total_rank > 0 {

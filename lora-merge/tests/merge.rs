@@ -120,6 +120,84 @@ fn sums_on_a_tie_and_next_to_it() {
     }
 }
 
+/// A gain scales rows that have no products as well: B is 0 there, or of rank 0.
+#[test]
+fn magnitudes_scale_rows_without_products() {
+    let mut random = Random(17);
+    for (rows, columns, r) in [(19, 150, 3), (12, 128, 0), (3, 5, 0)] {
+        let w0 = random.bf16s(rows * columns, 0.1);
+        let mut term = term(&mut random, rows, columns, r, true);
+        let mut left = term.left.to_vec();
+        left.iter_mut().take(6 * r).for_each(|l| *l = 0.0);
+        term.left = left.into();
+        check(&w0, &ModuleUpdate::from_terms(rows, columns, vec![term]).unwrap());
+    }
+}
+
+/// f32 has no relative precision for these gains.
+#[test]
+fn gains_that_are_subnormal_in_f32() {
+    let mut random = Random(19);
+    for (rows, columns, r) in [(12, 128, 2), (3, 21, 1)] {
+        let w0 = random.bf16s(rows * columns, 1e37);
+        let mut term = term(&mut random, rows, columns, r, true);
+        term.magnitude = Some(random.f32s(rows, 1e-4).into());
+        check(&w0, &ModuleUpdate::from_terms(rows, columns, vec![term]).unwrap());
+    }
+}
+
+/// The norm of such columns is greater than any f32. Sums that grow and cancel leave large errors behind.
+#[test]
+fn factors_next_to_the_greatest_f32() {
+    let mut random = Random(23);
+    let (rows, columns, r) = (13, 144, 96);
+    let tiny = 2f32.powi(-30);
+    let left: Vec<f32> = (0..rows * r)
+        .map(|_| tiny * (1.0 + 1e-3 * random.unit()))
+        .collect();
+    let sign = |k: usize| if k < r / 2 { 0.95 } else { -0.95 };
+    let right = |i: usize| f32::MAX * (sign(i / columns) + 0.02 * random.unit());
+    let right: Vec<f32> = (0..r * columns).map(right).collect();
+    let w0 = random.bf16s(rows * columns, 0.1 * f32::MAX * tiny);
+    let term = LowRankTerm {
+        r,
+        left: left.into(),
+        right: right.into(),
+        scaling: 1.0,
+        magnitude: None,
+    };
+    check(&w0, &ModuleUpdate::from_terms(rows, columns, vec![term]).unwrap());
+}
+
+#[test]
+fn nan_in_a_factor_is_an_error_whatever_its_bits() {
+    for bits in [0x7fc0_0000, 0xffc0_0000, 0x7fff_ffff, 0xffff_ffff] {
+        for (rows, columns) in [(12, 128), (12, 16), (2, 5)] {
+            for in_left in [false, true] {
+                let (mut left, mut right) = (vec![1.0; rows], vec![1.0; columns]);
+                let factor = if in_left { &mut left } else { &mut right };
+                factor[1] = f32::from_bits(bits);
+                let term = LowRankTerm {
+                    r: 1,
+                    left: left.into(),
+                    right: right.into(),
+                    scaling: 1.0,
+                    magnitude: None,
+                };
+                let update = ModuleUpdate::from_terms(rows, columns, vec![term]).unwrap();
+                let mut out = vec![bf16::ZERO; rows * columns];
+                let error = merge_into(&vec![bf16::ONE; rows * columns], &update, &mut out).unwrap_err();
+                let first = if in_left { (1, 0) } else { (0, 1) };
+                let Error::MergedNotFinite { row, column, .. } = error else {
+                    panic!("{error}")
+                };
+                assert_eq!((row, column), first, "{bits:x}");
+                assert!(out[first.0 * columns + first.1].is_nan());
+            }
+        }
+    }
+}
+
 #[test]
 fn zero_updates_and_zero_weights() {
     let mut random = Random(3);
