@@ -78,7 +78,7 @@ COMMANDS = {
     "just gpu-tests": "just",
     "cargo bench -p benches --bench lora_merge": "takes minutes; built by clippy and tests",
     "cargo bench -p benches --bench page_table": "ci cargo bench -p benches -- page_table/4096_tokens --quick",
-    "rollout bench --model random:qwen3-4b --batches 1,8,16,32,64,128,256 --n-rounds 3": "gpu",
+    "rollout bench --model random:qwen3-4b --batches 1,8,16,32,64,128,256 --n-rounds 2": "gpu",
     "rollout bench --model random:qwen3-4b --context-lengths 1024,4096,16384,32768 --batches 1,16,64 --n-pages 11500": "gpu",
     "rollout bench --model random:qwen3-4b --batches 1,8,64 --stats-path kept.json": "gpu",
     "rollout bench --model random:qwen3-4b --batches 1,8,64 --compare kept.json": "gpu",
