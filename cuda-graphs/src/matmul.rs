@@ -179,7 +179,6 @@ pub struct MatmulReport {
 #[derive(Debug)]
 pub struct Matmul {
     stream: Stream,
-    row_invariant: bool,
     by: By,
 }
 
@@ -206,7 +205,6 @@ impl Matmul {
     pub fn with_options(stream: &Stream, options: &MatmulOptions) -> Result<Self> {
         Ok(Self {
             stream: stream.clone(),
-            row_invariant: options.row_invariant,
             by: By::CublasLt(Box::new(CublasLt::new(stream, options)?)),
         })
     }
@@ -223,7 +221,6 @@ impl Matmul {
     pub fn plain(stream: &Stream, compiler: &Compiler) -> Result<Self> {
         Ok(Self {
             stream: stream.clone(),
-            row_invariant: false,
             by: By::Plain(PlainProducts::load(stream.device(), compiler)?),
         })
     }
@@ -310,12 +307,7 @@ impl Matmul {
         let at = self.check(dims, stride, [x, w], y, residual)?;
         match &self.by {
             By::CublasLt(library) => {
-                let key = PlanKey {
-                    dims,
-                    stride,
-                    output: T::CODE,
-                    residual: residual.is_some(),
-                };
+                let key = PlanKey::of::<T>(dims, stride, residual.is_some());
                 library.run::<T>(key, w, at)?;
             }
             By::Plain(plain) => plain.run::<T>(&self.stream, dims, stride, at)?,
@@ -356,12 +348,7 @@ impl Matmul {
         self.stream.synchronize()?;
         match &self.by {
             By::CublasLt(library) => {
-                let key = PlanKey {
-                    dims,
-                    stride: dims.n,
-                    output: T::CODE,
-                    residual: with_residual,
-                };
+                let key = PlanKey::of::<T>(dims, dims.n, with_residual);
                 library.report::<T>(key, w)
             }
             By::Plain(_) => Ok(MatmulReport::default()),
@@ -371,9 +358,9 @@ impl Matmul {
     /// Rows that a product of `m` rows must be given: `m`, or with [`MatmulOptions::row_invariant`] the next multiple of 64. What
     /// the rows too many hold does not matter.
     pub fn padded_rows(&self, m: usize) -> usize {
-        match self.row_invariant {
-            true => m.next_multiple_of(BLOCK),
-            false => m,
+        match &self.by {
+            By::CublasLt(library) => library.padded_rows(m),
+            By::Plain(_) => m,
         }
     }
 

@@ -154,7 +154,8 @@ fn test(simd: V3, new: __m256i, low: __m256i, table: __m256i, columns: __m256i) 
 /// Sums of a panel of a row: even columns and odd ones.
 type Sums = [f32x8; 2];
 
-/// Adds `left · right`, of `[k][MR]` and `[k][COLUMNS]`.
+/// Adds `left · right`, of `[k][MR]` and `[k][COLUMNS]`. As `tile::multiply`, which knows no sizes of lines and with which a
+/// merge of low rank takes a third longer.
 #[inline(always)]
 fn multiply_run(simd: V3, left: &[[f32; MR]], right: &[[f32; COLUMNS]]) -> [Sums; MR] {
     const UNROLLED: usize = 4;

@@ -11,17 +11,28 @@ use crate::blas::{Addresses, Algorithm, BlasLt, Handle, Product};
 use crate::buffer::{Allocation, DeviceBuffer, DeviceSlice};
 use crate::choices::{Choice, ChoiceFile};
 use crate::error::{Error, Result};
-use crate::invariance::Reference;
+use crate::invariance::{BLOCK, Reference};
 use crate::stream::Stream;
 use crate::tuning::{Tuner, row_class};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct PlanKey {
-    pub(super) dims: MatmulDims,
+    dims: MatmulDims,
     /// Elements from a row of Y to the next.
-    pub(super) stride: usize,
-    pub(super) output: std::ffi::c_int,
-    pub(super) residual: bool,
+    stride: usize,
+    output: std::ffi::c_int,
+    residual: bool,
+}
+
+impl PlanKey {
+    pub(super) fn of<T: MatmulElement>(dims: MatmulDims, stride: usize, residual: bool) -> Self {
+        Self {
+            dims,
+            stride,
+            output: T::CODE,
+            residual,
+        }
+    }
 }
 
 /// Descriptors and algorithm of one exact shape.
@@ -97,6 +108,14 @@ impl CublasLt {
 
     pub(super) fn version(&self) -> usize {
         self.lt.version
+    }
+
+    /// See [`Matmul::padded_rows`](super::Matmul::padded_rows).
+    pub(super) fn padded_rows(&self, m: usize) -> usize {
+        match self.row_invariant {
+            true => m.next_multiple_of(BLOCK),
+            false => m,
+        }
     }
 
     /// Gives a product whose operands were checked to the stream.

@@ -19,10 +19,12 @@ const MOST_ROW_TILES: usize = 65_535;
 
 /// Every kernel of this crate, for compiling ahead and for tests without a GPU.
 pub fn kernel_specs() -> Vec<KernelSpec> {
-    vec![
-        KernelSpec::new("product", include_str!("../../kernels/product.cu"))
-            .entry("plain_product", Limits::registers(128)),
-    ]
+    vec![spec()]
+}
+
+fn spec() -> KernelSpec {
+    KernelSpec::new("product", include_str!("../../kernels/product.cu"))
+        .entry("plain_product", Limits::registers(128))
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -45,9 +47,7 @@ pub(super) struct PlainProducts(Kernel);
 
 impl PlainProducts {
     pub(super) fn load(device: &Device, compiler: &Compiler) -> Result<Self> {
-        let modules = compiler.load_all(device, &kernel_specs())?;
-        let kernel = modules.first().ok_or_else(|| refuse("no kernel".to_owned()))?;
-        Ok(Self(kernel.kernel("plain_product")?))
+        Ok(Self(compiler.load(device, &spec())?.kernel("plain_product")?))
     }
 
     /// Gives a product whose operands were checked to the stream.

@@ -31,10 +31,12 @@ pub struct DecodeOptions {
     pub stages: usize,
     /// Blocks that share a multiprocessor, 1 to 8.
     pub blocks_per_multiprocessor: usize,
-    /// Tokens of a split, a multiple of 16; doubled for rows that would need more than `max_splits`. `None`: a step of few rows
-    /// is cut finely, every 128 or 256 tokens by the number of rows, padding included, to give every multiprocessor work. In a
-    /// step of more rows all tokens are dealt to the blocks in equal shares, and rows are cut where a share ends (every 512 or
-    /// 1,024 tokens where rows share a prefix, the table holds few pages or a row would have more than `max_splits` parts).
+    /// Tokens of a split, a multiple of 16; doubled for rows that would need more than `max_splits`. `None`: 128, 256,
+    /// 512 or 1,024 by the rows of the step, padding included, see `split_for`. Few rows are cut finely, to give every
+    /// multiprocessor work; many rows coarsely, since each split costs a block a round of sums and its row a merge. In a step
+    /// that is cut every 512 tokens or more, and whose lengths would keep some blocks a third longer than the mean or make a
+    /// quarter more parts than rows, all tokens are dealt to the blocks in equal shares instead, and rows are cut where a
+    /// share ends; not where rows share a prefix or a row would have more than `max_splits` parts.
     ///
     /// With a number a row's bits do not depend on the other rows of the step. With `None` they depend on how many rows
     /// there are and how long: the same row in another step may be cut elsewhere and summed in another order.
