@@ -18,6 +18,7 @@
 //! refuse expressions that could do so).
 
 pub(crate) mod bounds;
+mod buffer;
 pub(crate) mod eval;
 mod node;
 pub(crate) mod ranges;
@@ -27,7 +28,8 @@ mod tests;
 use crate::error::{Error, Result};
 
 pub use bounds::Domain;
-pub use node::{Axis, Bool, Float, FloatBuffer, Int, IntBuffer, b, h, kv, q, score};
+pub use buffer::{FloatBuffer, IntBuffer};
+pub use node::{Axis, Bool, Float, Int, b, h, kv, q, score};
 pub(crate) use node::{BoolNode, Compare, FloatFn, FloatNode, FloatOp, IntNode, IntOp};
 
 /// Deepest nesting that is evaluated; deeper expressions are refused.

@@ -14,14 +14,16 @@
 //! a time go through a buffer there. An adapter on a tied head gives the head storage of its own, and one with biases adds
 //! a small kernel behind the products: both change what a step launches, so the graphs are captured again, once.
 
+mod groups;
+
 use std::collections::BTreeMap;
 use std::time::Instant;
 
 use cuda_graphs::{Compiler, DeviceBuffer, DeviceSlice, PinnedBuffer, Stream};
 use half::bf16;
-use lora_merge::cuda::{MergeKernels, MergePlan, MergeTarget, MergeWorkspace};
+use lora_merge::cuda::{MergeKernels, MergeTarget, MergeWorkspace};
 use lora_merge::{
-    ActiveAdapter, MemoryReport, MergeOutcome, ModuleSpec, ModuleUpdate, PolicyVersion, RefreshStep, Resolver,
+    ActiveAdapter, MemoryReport, ModuleSpec, ModuleUpdate, PolicyVersion, RefreshStep, Resolver,
 };
 
 use super::CudaBackend;
@@ -32,6 +34,7 @@ use crate::launch::FourBitBuffer;
 use crate::{
     AdapterReport, Error, MergeMode, PristineCopy, Projection, Qwen3Config, Result, Weights, modules,
 };
+use groups::{Group, Outcomes, cut, outcomes};
 
 /// A module's pristine weight.
 #[derive(Debug)]
@@ -42,21 +45,6 @@ pub(super) enum Pristine {
     /// Of a tied head: the embedding.
     Embedding,
 }
-
-/// Elements of the modules that are merged together, about: enough to fill the device for some hundred microseconds. The
-/// first groups are smaller, a quarter of it, two quarters and three, so that the device begins soon.
-const GROUP_ELEMENTS: usize = 400_000_000;
-const RISE: usize = 4;
-
-/// Modules that are packed, uploaded and merged together.
-#[derive(Debug)]
-struct Group {
-    modules: Vec<usize>,
-    plan: MergePlan,
-}
-
-/// What happened to modules.
-type Outcomes = Vec<(usize, MergeOutcome)>;
 
 /// The hook that tests use to make a step fail: `true` fails the step.
 type FaultHook = Box<dyn FnMut(RefreshStep) -> bool + Send>;
@@ -278,29 +266,6 @@ impl Adapters {
         self.kernels = Some((kernels, workspace));
         run
     }
-}
-
-/// How modules are cut into groups: by size or, where they go through the transit buffer, layer by layer.
-fn cut(place: PristineCopy, members: &[usize], elements: impl Fn(usize) -> usize) -> Vec<Vec<usize>> {
-    let mut groups: Vec<Vec<usize>> = Vec::new();
-    let (mut size, mut layer) = (0, usize::MAX);
-    for &module in members {
-        let next = module / Projection::ALL.len();
-        let begins = match place {
-            PristineCopy::Device => size >= GROUP_ELEMENTS / RISE * groups.len().min(RISE) && next != layer,
-            PristineCopy::Pinned | PristineCopy::File => next != layer,
-        };
-        match groups.last_mut() {
-            Some(group) if !begins => group.push(module),
-            _ => {
-                groups.push(vec![module]);
-                size = 0;
-            }
-        }
-        size += elements(module);
-        layer = next;
-    }
-    groups
 }
 
 impl CudaBackend {
@@ -585,43 +550,5 @@ impl CudaBackend {
             }
         }
         Ok(report)
-    }
-}
-
-/// Waits for all groups; what happened to each module.
-fn outcomes(stream: &Stream, groups: &[Group]) -> Result<Outcomes> {
-    let mut all = Vec::new();
-    for group in groups {
-        all.extend(group.modules.iter().copied().zip(group.plan.outcomes(stream)?));
-    }
-    stream.synchronize()?;
-    Ok(all)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn groups_hold_whole_layers_in_order() {
-        let members: Vec<usize> = (0..36 * 7).chain([36 * 7]).collect();
-        let elements = |_: usize| 15_000_000;
-        for (place, first, most) in [
-            // 27 modules reach the size, in the fourth layer, and 7 a quarter of it.
-            (PristineCopy::Device, [7, 14, 21, 28, 28], 28),
-            (PristineCopy::Pinned, [7; 5], 7),
-            (PristineCopy::File, [7; 5], 7),
-        ] {
-            let groups = cut(place, &members, elements);
-            assert_eq!(groups.concat(), members);
-            assert!(groups.iter().all(|g| g.len() <= most), "{place:?}");
-            assert!(groups.iter().map(Vec::len).take(5).eq(first), "{place:?}");
-            assert!(groups.iter().all(|g| g[0] % 7 == 0));
-        }
-        assert!(cut(PristineCopy::Device, &[], elements).is_empty());
-        // Adapters on one projection of each layer are as good.
-        let some: Vec<usize> = (0..36).map(|layer| 7 * layer).collect();
-        assert_eq!(cut(PristineCopy::Device, &some, elements).len(), 3);
-        assert_eq!(cut(PristineCopy::File, &some, elements).len(), 36);
     }
 }

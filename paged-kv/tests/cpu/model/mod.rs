@@ -8,97 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use paged_kv::{Error, PageCopy, PageId, PageTable, PageTableConfig, Reservation, Slot};
 
-/// One call. Slots and pages are picked by a byte from what there is when the call is made, see
-/// [`Model::pick_slot`] and [`Model::pick_page`].
-#[derive(Clone, Debug)]
-pub(crate) enum Op {
-    Allocate,
-    Reserve {
-        slot: u8,
-        len: usize,
-    },
-    /// Write and advance within what is reserved.
-    Append {
-        slot: u8,
-        n: usize,
-    },
-    /// Reserve, copy if asked, write, advance: what an engine does.
-    Grow {
-        slot: u8,
-        n: usize,
-    },
-    WritePositions {
-        slot: u8,
-        start: usize,
-        n: usize,
-    },
-    Fork {
-        slot: u8,
-    },
-    Erase {
-        slot: u8,
-    },
-    Retain {
-        page: u8,
-    },
-    Release {
-        page: u8,
-    },
-    /// Attach the first `n` pages of another slot.
-    AttachFromSlot {
-        slot: u8,
-        source: u8,
-        n: usize,
-        reversed: bool,
-    },
-    /// Attach retained pages whose logical indices are 0, 1, 2, …
-    AttachRetained {
-        slot: u8,
-        n: usize,
-    },
-    DrainDirty,
-}
+mod compare;
+mod op;
 
-impl Op {
-    /// Any four bytes are an operation, suited to the small tables of [`config`].
-    pub(crate) fn decode([kind, a, b, c]: [u8; 4]) -> Op {
-        let (slot, page) = (a, a);
-        let (small, large) = (usize::from(b) % 7, usize::from(b) % 48);
-        match kind % 32 {
-            0..=3 => Op::Allocate,
-            4..=5 => Op::Reserve { slot, len: large },
-            6..=7 => Op::Append { slot, n: small },
-            8..=14 => Op::Grow { slot, n: small },
-            15 => Op::WritePositions {
-                slot,
-                start: large,
-                n: usize::from(c) % 12,
-            },
-            16..=19 => Op::Fork { slot },
-            20..=22 => Op::Erase { slot },
-            23..=24 => Op::Retain { page },
-            25..=26 => Op::Release { page },
-            27..=28 => Op::AttachFromSlot {
-                slot,
-                source: b,
-                n: usize::from(c) % 6,
-                reversed: c > 200,
-            },
-            29..=30 => Op::AttachRetained { slot, n: small },
-            _ => Op::DrainDirty,
-        }
-    }
-}
-
-/// A small table's sizes from any four bytes.
-pub(crate) fn config([a, b, c, d]: [u8; 4]) -> PageTableConfig {
-    PageTableConfig {
-        n_pages: 2 + usize::from(a) % 24,
-        page_size: 1 + usize::from(b) % 5,
-        n_slots: 2 + usize::from(c) % 8,
-        max_pages_per_slot: 1 + usize::from(d) % 9,
-    }
-}
+pub(crate) use op::{Op, config};
 
 /// Content of a place that nobody may read.
 const POISON: u64 = u64::MAX;
@@ -650,68 +563,6 @@ impl Model {
             let page = self.pages.remove(&key).unwrap();
             let start = page.id.index() * self.config.page_size;
             self.memory[start..start + self.config.page_size].fill(POISON);
-        }
-    }
-
-    /// Everything that can be observed of the table against the maps.
-    fn compare(&self) {
-        let Self { table, config, .. } = self;
-        table.check_integrity().expect("the table is consistent");
-        assert_eq!(table.free_pages(), config.n_pages - 1 - self.pages.len());
-        assert_eq!(table.free_slots(), config.n_slots - 1 - self.sequences.len());
-        assert!(
-            table
-                .live_slots()
-                .map(|slot| slot.index() as u32)
-                .eq(self.sequences.keys().copied())
-        );
-        for (&key, page) in &self.pages {
-            assert_eq!(table.holders(page.id), u64::from(self.holders(key)));
-        }
-        let width = config.max_pages_per_slot;
-        for index in 0..config.n_slots as u32 + 1 {
-            let slot = Slot::new(index);
-            let row = table.row(slot);
-            let Some(sequence) = self.sequences.get(&index) else {
-                let (entry, width) = match index as usize {
-                    0 => (0, width),
-                    index if index < config.n_slots => (-1, width),
-                    _ => (-1, 0),
-                };
-                assert_eq!(row, vec![entry; width]);
-                assert!(table.len(slot).is_err() && table.capacity(slot).is_err());
-                assert!(
-                    (0..config.n_pages as u32)
-                        .all(|page| table.logical_page(slot, PageId::new(page)).is_none())
-                );
-                continue;
-            };
-            let capacity = sequence.pages.len() * config.page_size;
-            assert_eq!(table.len(slot), Ok(sequence.tokens.len()));
-            assert_eq!(table.capacity(slot), Ok(capacity));
-            let ids: Vec<i32> = sequence
-                .pages
-                .iter()
-                .map(|key| self.pages[key].id.index() as i32)
-                .collect();
-            assert_eq!(row[..ids.len()], ids);
-            assert!(row.len() == width && row[ids.len()..].iter().all(|&entry| entry == -1));
-            for page in 0..config.n_pages as u32 + 1 {
-                let logical = ids.iter().position(|&id| id == page as i32);
-                assert_eq!(table.logical_page(slot, PageId::new(page)), logical);
-            }
-            for position in 0..capacity + 2 {
-                let place = table.physical(slot, position);
-                let id = ids.get(position / config.page_size);
-                let expected = id.map(|&id| id as usize * config.page_size + position % config.page_size);
-                assert_eq!(place, expected);
-                if let (Some(&token), Some(place)) = (sequence.tokens.get(position), place) {
-                    assert_eq!(
-                        self.memory[place], token,
-                        "slot {slot} lost the token at {position}"
-                    );
-                }
-            }
         }
     }
 }
