@@ -10,4 +10,5 @@ mod quantized;
 mod sampling;
 mod scheduler_cases;
 mod scheduler_properties;
+mod scheduler_refusals;
 mod support;
