@@ -147,24 +147,30 @@ run_program() { # NAME COMMAND...
 }
 
 # Tests that measure time, or read what another program gives them: a sanitizer finds nothing new in them.
-measuring='refresh_time|shape_of_qwen3_4b|sampling_costs|bandwidth|prefill_rate|score_the_sequences|two_to_the_31'
+measuring='refresh_time|shape_of_qwen3_4b|sampling_costs|bandwidth|prefill_rate|score_the_sequences|two_to_the_31|between_decode_steps|decode_rows_cost|32k_tokens|throughput'
 
 # cuBLASLt's kernels hand shared memory over by barriers of a whole cluster, which racecheck takes for races, and reports until the
 # machine's memory ends. Under it the plain kernel computes products, and tests of that library alone are left out.
 without_library='{"matrix": {"library": false}}'
 of_library='^matmul::'
 
-# Its blocks wait for each other in a step that takes milliseconds, and minutes where every wait is watched: its own tests do.
-of_layers='decode_layers'
+# Kernels whose blocks stay for a whole matrix or step and wait for copies all the while: where racecheck watches every wait they
+# take minutes, and gigabytes for what is still to be looked through. Tests of their own have them watched, others leave them out.
+long_kernels='decode_layers wide_ nf4_layer'
+their_tests='gpu_(decode_layers|wide_product|four_bit_layer)-'
 
 # One test under one tool, in a process of its own: TOOL BINARY TEST. Prints a line, and what the tool found.
 sanitize() {
   local tool=$1 binary=$2 test=$3 status state=ok start=$SECONDS places arguments=()
-  local log=$logs/$tool-$(basename "$binary")-${test//[^A-Za-z0-9_]/.}.log
+  local kernel log=$logs/$tool-$(basename "$binary")-${test//[^A-Za-z0-9_]/.}.log
   # Calls that fail on purpose are tests of their own.
   if [ "$tool" = racecheck ]; then
     export ROLLOUT_KERNEL_OPTIONS=$without_library
-    case $(basename "$binary") in *"$of_layers"*) ;; *) arguments+=(--kernel-name-exclude "kns=$of_layers") ;; esac
+    # A launch is looked through before the next one begins: records of all launches on their way filled the machine's memory.
+    arguments+=(--force-blocking-launches)
+    if ! [[ $(basename "$binary") =~ $their_tests ]]; then
+      for kernel in $long_kernels; do arguments+=(--kernel-name-exclude "kns=$kernel"); done
+    fi
   fi
   timeout "$timeout" "$sanitizer" --tool "$tool" --report-api-errors no --show-backtrace no --print-limit 1000 \
     "${arguments[@]}" --error-exitcode 86 "$binary" --include-ignored --exact "$test" --test-threads=1 --show-output >"$log" 2>&1
@@ -184,7 +190,7 @@ sanitize() {
   esac
 }
 export -f sanitize
-export logs timeout sanitizer without_library of_layers
+export logs timeout sanitizer without_library long_kernels their_tests
 
 under_sanitizers() {
   local began=$SECONDS

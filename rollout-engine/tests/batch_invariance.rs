@@ -294,7 +294,7 @@ fn two_hundred_random_schedules_give_the_same_bits_on_a_gpu() {
     let device = DeviceChoice::Cuda(0);
     // Pages hold 16 tokens at least: these grow over several.
     let few = cuda_graphs::few_cases();
-    let short = requests(if few { 6 } else { 64 });
+    let short = requests(if few { 4 } else { 64 });
     let long = if few { Vec::new() } else { long_requests() };
     let requests = [short.clone(), long].concat();
     let expected = alone(device, 64, &requests);

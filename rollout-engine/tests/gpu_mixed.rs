@@ -169,11 +169,9 @@ fn both(
 
 /// Every kind of sampling, stop ids, and prompts longer than the budget.
 fn requests(n: usize) -> Vec<Request> {
-    let n = if cuda_graphs::few_cases() {
-        n.div_ceil(6)
-    } else {
-        n
-    };
+    let few = cuda_graphs::few_cases();
+    let n = if few { n.div_ceil(6) } else { n };
+    let greedy = |tokens: usize| greedy(if few { tokens / 3 } else { tokens });
     let prompts = prompts(1, n, 150).into_iter().enumerate();
     let request = |(i, prompt)| {
         let hot = SamplingParams {
@@ -190,7 +188,7 @@ fn requests(n: usize) -> Vec<Request> {
             },
             3 => SamplingParams {
                 repetition_penalty: 1.1,
-                min_new_tokens: 20,
+                min_new_tokens: 10,
                 ..greedy(60)
             },
             4 => SamplingParams {
