@@ -172,9 +172,13 @@ impl<R: Runner> Engine<R> {
         self.scheduler.has_unfinished() || !self.backlog.is_empty()
     }
 
-    /// Ends a request without a completion. False if it is not unfinished.
+    /// Ends a request without a completion; no event of it follows. False if it is not unfinished.
     pub fn cancel(&mut self, request: RequestId) -> bool {
-        self.scheduler.cancel(request)
+        let cancelled = self.scheduler.cancel(request);
+        if cancelled {
+            self.backlog.retain(|event| event.request() != request);
+        }
+        cancelled
     }
 
     /// Keeps pages of computed prefixes for later requests, or no longer: see [`EngineBuilder::prefix_cache`].
@@ -425,7 +429,7 @@ impl<R: Runner> Iterator for Stream<'_, R> {
 impl<R: Runner> Drop for Stream<'_, R> {
     fn drop(&mut self) {
         for &request in self.open.keys() {
-            self.engine.scheduler.cancel(request);
+            self.engine.cancel(request);
         }
     }
 }

@@ -176,7 +176,7 @@ pub struct SamplingParams {
     /// the most likely and its equals. Default: 0.
     pub min_p: f32,
     /// Divides positive and multiplies negative logits of tokens that occur in the prompt or the completion so far;
-    /// above 0, 1 does nothing. Default: 1.
+    /// from 0.001 to 1000, 1 does nothing. Default: 1.
     pub repetition_penalty: f32,
     /// Subtracted from the logits of tokens that occur in the completion so far, in [-2, 2]. Default: 0.
     pub presence_penalty: f32,
@@ -268,10 +268,10 @@ impl SamplingParams {
             "from 0 to 1",
         )?;
         check(
-            self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite(),
+            (0.001..=1000.0).contains(&self.repetition_penalty),
             "repetition_penalty",
             &self.repetition_penalty,
-            "a number above 0; 1 does nothing",
+            "a number from 0.001 to 1000; 1 does nothing",
         )?;
         for (parameter, value) in [
             ("presence_penalty", self.presence_penalty),

@@ -47,7 +47,7 @@ use crate::statistics::Statistics;
 use crate::text::{StopText, TextPipeline};
 
 /// Most completions of one request: beyond this it is a mistake.
-const MAX_GROUP: usize = 1 << 16;
+pub(crate) const MAX_GROUP: usize = 1 << 16;
 
 /// Drives a [`Runner`] for any number of requests, in token ids. [`Engine`](crate::Engine) adds text.
 pub struct Scheduler<R> {
@@ -237,16 +237,12 @@ impl<R: Runner> Scheduler<R> {
             self.groups.insert(id, Group::new(prompt.len(), n));
         }
         let seed = Philox::seed_of_request(self.seed, id.0);
+        let stop: Arc<[String]> = sampling.stop.as_slice().into();
         for index in 0..n {
             let row = sampling.for_row(seed, index, prompt.len());
-            let stop_text = match (&self.text, sampling.stop.as_slice()) {
-                (_, []) | (None, _) => None,
-                (Some(text), stop) => Some(StopText::new(
-                    text.clone(),
-                    stop.to_vec(),
-                    sampling.include_stop_str_in_output,
-                )),
-            };
+            let text = self.text.as_ref().filter(|_| !stop.is_empty());
+            let stop_text = text
+                .map(|text| StopText::new(text.clone(), stop.clone(), sampling.include_stop_str_in_output));
             let mut sequence =
                 Sequence::new(prompt.clone(), max_tokens, row, stop_token_ids.clone(), stop_text);
             sequence.policy = policy;

@@ -79,7 +79,7 @@ impl IncrementalDecoder {
 #[derive(Debug)]
 pub(crate) struct StopText {
     pipeline: Arc<TextPipeline>,
-    stop: Vec<String>,
+    stop: Arc<[String]>,
     include: bool,
     decoder: IncrementalDecoder,
     text: String,
@@ -95,7 +95,7 @@ pub(crate) struct StopFound {
 }
 
 impl StopText {
-    pub(crate) fn new(pipeline: Arc<TextPipeline>, stop: Vec<String>, include: bool) -> Self {
+    pub(crate) fn new(pipeline: Arc<TextPipeline>, stop: Arc<[String]>, include: bool) -> Self {
         Self {
             pipeline,
             stop,

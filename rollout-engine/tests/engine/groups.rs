@@ -247,6 +247,25 @@ fn a_stream_of_groups_that_is_dropped_cancels_the_rest() {
 }
 
 #[test]
+fn no_event_follows_a_cancellation_also_of_tokens_that_came_while_a_stream_was_read() {
+    let mut engine = Engine::with_runner(FakeRunner::new(shape()), vec![], None).expect("a valid shape");
+    let long = Request::token_ids(prompt(5, 1)).max_new_tokens(40);
+    let cancelled = engine.submit(&long).expect("accepted");
+    let kept = engine.submit(&long).expect("accepted");
+    let short = Request::token_ids(prompt(5, 2)).max_new_tokens(3);
+    engine.generate(&[short]).expect("runs");
+    assert!(engine.cancel(cancelled) && !engine.cancel(cancelled));
+    let mut of_kept = 0;
+    while engine.has_unfinished() {
+        for event in engine.step().expect("runs") {
+            assert_eq!(event.request(), kept);
+            of_kept += 1;
+        }
+    }
+    assert_eq!(of_kept, 41, "forty tokens and the end");
+}
+
+#[test]
 fn a_prefix_is_computed_once_and_its_last_token_always() {
     for len in [15, 16, 17, 32, 33, 500] {
         let mut scheduler = scheduler(shape());

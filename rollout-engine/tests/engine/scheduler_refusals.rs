@@ -77,7 +77,7 @@ fn refused_requests_keep_their_place_among_the_results() {
 fn parameters_that_cannot_work_are_refused_not_dropped() {
     let mut scheduler = scheduler(shape());
     type Change = fn(&mut SamplingParams);
-    let changes: [(&str, &str, Change); 21] = [
+    let changes: [(&str, &str, Change); 22] = [
         ("temperature", "-1", |p| p.temperature = -1.0),
         ("temperature", "0.0001", |p| p.temperature = 1e-4),
         ("temperature", "NaN", |p| p.temperature = f32::NAN),
@@ -91,6 +91,8 @@ fn parameters_that_cannot_work_are_refused_not_dropped() {
         ("min_p", "1.1", |p| p.min_p = 1.1),
         ("repetition_penalty", "0", |p| p.repetition_penalty = 0.0),
         ("repetition_penalty", "-1", |p| p.repetition_penalty = -1.0),
+        // Its reciprocal times a logit would be infinite.
+        ("repetition_penalty", "0.0001", |p| p.repetition_penalty = 1e-4),
         ("repetition_penalty", "inf", |p| {
             p.repetition_penalty = f32::INFINITY
         }),
