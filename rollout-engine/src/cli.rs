@@ -130,7 +130,7 @@ fn run_command(cli: &args::Cli) -> Result<(), CliError> {
     }
     let trace = telemetry::start(cli.trace.as_deref(), !quiet && progress::is_shown())?;
     let result = match &cli.command {
-        args::Command::Generate(args) => generate::run(args),
+        args::Command::Generate(args) => generate::run(args, cli.trace.as_deref()),
         #[cfg(feature = "cuda")]
         args::Command::Bench(args) => bench::run(args),
         #[cfg(feature = "cuda")]

@@ -9,6 +9,7 @@ use super::kernel_args::KernelArgs;
 use super::sampling::SamplingArgs;
 use crate::device::DeviceChoice;
 use crate::pool::PoolSettings;
+use crate::scheduler::MAX_GROUP;
 
 /// Rollouts for reinforcement learning on Qwen3 language models.
 #[derive(Debug, Parser)]
@@ -107,7 +108,7 @@ pub(super) struct GenerateArgs {
     pub(super) max_new_tokens: usize,
 
     /// Completions of each prompt. They share its pages; their lines and texts come apart by `index`.
-    #[arg(short = 'n', long = "n", value_name = "N", default_value_t = 1, value_parser = positive)]
+    #[arg(short = 'n', long = "n", value_name = "N", default_value_t = 1, value_parser = group_size)]
     pub(super) n: usize,
 
     /// Most sequences generated at once, in sequences. Default: 64.
@@ -198,6 +199,14 @@ pub(super) fn positive(text: &str) -> Result<usize, String> {
         Ok(0) => Err("0 cannot work, use at least 1".into()),
         Ok(n) => Ok(n),
         Err(_) => Err("not a whole number from 1".into()),
+    }
+}
+
+/// Completions of one prompt.
+fn group_size(text: &str) -> Result<usize, String> {
+    match positive(text)? {
+        n if n > MAX_GROUP => Err(format!("use at most {MAX_GROUP}")),
+        n => Ok(n),
     }
 }
 

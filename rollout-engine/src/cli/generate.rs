@@ -20,10 +20,12 @@ use crate::memory::{format_bytes, peak_memory};
 use crate::text::ChatTemplates;
 use crate::{Error, bundled};
 
-pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
+/// `trace` is the file of `--trace`, which has been opened.
+pub(super) fn run(args: &GenerateArgs, trace: Option<&Path>) -> Result<(), CliError> {
     interrupt::install();
     refuse_what_has_no_effect_on_a_cpu(args)?;
     refuse_to_overwrite_the_input(args)?;
+    refuse_one_file_for_two(args, trace)?;
     let model_dir = match &args.model {
         Some(dir) => dir.clone(),
         None => bundled::model_dir()?,
@@ -64,7 +66,9 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         policy.remark().into_iter().for_each(report);
     }
     let total = jobs.iter().map(|job| job.request.n).sum();
-    let output = Output::open(args.output.as_deref(), total)?;
+    let output = Output::open(args.output.as_deref())?;
+    // Only now is every file there that can be told by more than its name.
+    refuse_one_file_for_two(args, trace)?;
     let mut run = Run {
         jobs: &jobs,
         source: source_name(args),
@@ -251,12 +255,31 @@ fn refuse_to_overwrite_the_input(args: &GenerateArgs) -> Result<(), CliError> {
     }
     if let Some(path) = args.metrics.as_deref() {
         refuse_input(args, "--metrics", path.metadata(), Some(path))?;
-        if let Some(true) = file.map(|file| {
-            file == path || matches!((file.metadata(), path.metadata()), (Ok(a), Ok(b)) if same_file(&a, &b))
-        }) {
-            return Err(CliError::Usage(
-                "--metrics is the file of --output: name another one".into(),
-            ));
+    }
+    Ok(())
+}
+
+/// Refuses to write two results into one file.
+fn refuse_one_file_for_two(args: &GenerateArgs, trace: Option<&Path>) -> Result<(), CliError> {
+    let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
+    let files = [
+        ("--trace", trace),
+        ("--output", output),
+        ("--metrics", args.metrics.as_deref()),
+    ];
+    for (i, (name, file)) in files.iter().enumerate() {
+        for (earlier, other) in &files[..i] {
+            let (Some(file), Some(other)) = (file, other) else {
+                continue;
+            };
+            let same = match (file.metadata(), other.metadata()) {
+                (Ok(a), Ok(b)) => same_file(&a, &b),
+                _ => file == other,
+            };
+            if same {
+                let message = format!("{name} is the file of {earlier}: name another one");
+                return Err(CliError::Usage(message));
+            }
         }
     }
     Ok(())

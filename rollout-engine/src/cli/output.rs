@@ -1,5 +1,6 @@
 //! Where completions go: JSON lines as they finish, or text in the order of the prompts.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -47,7 +48,8 @@ pub(super) enum Output {
     Json { target: Target, path: PathBuf },
     /// Text, held back until all earlier prompts are done.
     Text {
-        waiting: Vec<Option<String>>,
+        /// By number, without those that were written.
+        waiting: BTreeMap<usize, String>,
         next: usize,
     },
 }
@@ -59,13 +61,13 @@ pub(super) enum Target {
 
 impl Output {
     /// Opens the output file (emptying it) or standard output.
-    pub(super) fn open(path: Option<&Path>, n_completions: usize) -> Result<Self, CliError> {
+    pub(super) fn open(path: Option<&Path>) -> Result<Self, CliError> {
         if path.is_none_or(|path| path == Path::new("-")) {
             stdout_is_open()?;
         }
         match path {
             None => Ok(Self::Text {
-                waiting: vec![None; n_completions],
+                waiting: BTreeMap::new(),
                 next: 0,
             }),
             Some(path) if path == Path::new("-") => Ok(Self::Json {
@@ -142,10 +144,8 @@ impl Output {
         let Self::Text { waiting, next } = self else {
             return Ok(());
         };
-        if let Some(place) = waiting.get_mut(index) {
-            *place = Some(text);
-        }
-        while let Some(Some(text)) = waiting.get_mut(*next).map(Option::take) {
+        waiting.insert(index, text);
+        while let Some(text) = waiting.remove(next) {
             write_stdout(&text)?;
             *next += 1;
         }
@@ -172,8 +172,7 @@ impl Output {
             }
             Self::Json { .. } => Ok(()),
             Self::Text { waiting, .. } => std::mem::take(waiting)
-                .into_iter()
-                .flatten()
+                .into_values()
                 .try_for_each(|text| write_stdout(&text)),
         }
     }

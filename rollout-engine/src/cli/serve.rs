@@ -185,6 +185,10 @@ fn settings(args: &ServeArgs) -> Result<ServeSettings, CliError> {
                 .map_or("model".into(), |name| name.to_string_lossy().into_owned())
         }
     };
+    if model_name.is_empty() || model_name.contains(char::is_control) {
+        let message = format!("--served-model-name {model_name:?}: give a name without control characters");
+        return Err(CliError::Usage(message));
+    }
     let mut settings = ServeSettings {
         model_name,
         ..ServeSettings::default()

@@ -255,6 +255,8 @@ fn what_cannot_work_is_refused_in_a_line() {
         (&["--arrival-rate", "2", "--batches", "1,2"], "batches"),
         (&["--model", "random:qwen3-4b"], "drawn on a GPU"),
         (&["--lora-rank", "8"], "--lora-rank"),
+        (&["--context-lengths", "18446744073709551615"], "max-seq-length"),
+        (&["--max-new-tokens", "18446744073709551615"], "max-seq-length"),
         (
             &["--decode-kernel-options", "{\"warps\": 4}"],
             "--decode-kernel-options",

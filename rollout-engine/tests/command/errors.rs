@@ -16,6 +16,12 @@ fn bad_flags_are_refused_with_advice() {
             &["--max-new-tokens", "at least 1"],
         ),
         (&["generate", "--max-new-tokens", "-5"], &["-5"]),
+        (&["generate", "-n", "0"], &["--n", "at least 1"]),
+        // It once was taken for a number of places to reserve.
+        (
+            &["generate", "-n", "9223372036854775807"],
+            &["--n", "at most 65536"],
+        ),
         (
             &["generate", "--max-new-tokens", "many"],
             &["--max-new-tokens", "whole number"],

@@ -29,6 +29,30 @@ fn output_that_cannot_be_written_is_an_error() {
 }
 
 #[test]
+fn one_file_for_two_results_is_refused() {
+    let dir = folder();
+    let path = |name: &str| dir.path().join(name).to_str().expect("UTF-8").to_string();
+    // Under two names, neither of which is there yet.
+    let name = dir.path().file_name().expect("a name").to_str().expect("UTF-8");
+    let (plain, roundabout) = (path("out"), path(&format!("../{name}/out")));
+    for (first, second) in [
+        ("--output", "--metrics"),
+        ("--trace", "--output"),
+        ("--trace", "--metrics"),
+    ] {
+        for other in [&plain, &roundabout] {
+            let outcome = generate(&["--prompt", "a", first, &plain, second, other]);
+            assert_error(&outcome, 2, &[second, first, "name another one"], other);
+            let _ = std::fs::remove_file(&plain);
+        }
+    }
+    if Path::new("/dev/null").exists() {
+        let outcome = generate(&["--prompt", "a", "--output", "/dev/null", "--metrics", "/dev/null"]);
+        assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    }
+}
+
+#[test]
 fn output_over_a_file_that_is_read_is_refused_and_leaves_it_as_it_is() {
     let dir = folder();
     let model = dir.path().join("model");

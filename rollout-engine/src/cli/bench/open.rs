@@ -196,8 +196,8 @@ fn refuse_on_cpu(args: &BenchArgs, model: &str) -> Result<(), CliError> {
 fn settings(args: &BenchArgs, largest: usize, options: &TunedOptions) -> (PoolSettings, KernelOptions) {
     let page_size = args.page_size.or(options.page_size).unwrap_or(PAGE_SIZE);
     let longest = match args.context_lengths.iter().max() {
-        Some(context) => context + TIMED,
-        None => args.longest_prompt() + args.max_new_tokens,
+        Some(context) => context.saturating_add(TIMED),
+        None => args.longest_prompt().saturating_add(args.max_new_tokens),
     };
     let max_seq_length = args.max_seq_length.unwrap_or(longest);
     let max_batch_size = args.max_batch_size.unwrap_or(largest);
