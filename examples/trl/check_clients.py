@@ -78,6 +78,8 @@ def with_trl(url, adapter):
         assert len(ids) == len(logprobs) == len(names) > 0
         assert all(name == [token] and len(row) == 1 and math.isfinite(row[0])
                    for token, row, name in zip(ids, logprobs, names))
+    chats = client.chat([USER, USER], n=2, max_tokens=6, logprobs=0, generation_kwargs={"seed": 3})
+    assert len(chats["prompt_ids"]) == 2 and len(chats["completion_ids"]) == len(chats["logprobs"]) == 4, chats
     more = client.generate(prompts, n=1, max_tokens=5, logprobs=4)
     assert all(len(row) in (4, 5) for rows in more["logprobs"] for row in rows)
 
@@ -101,7 +103,7 @@ def with_trl(url, adapter):
         client.unload_lora_adapter("trl-policy-v1")
     assert [m["id"] for m in requests.get(f"{url}/v1/models", timeout=60).json()["data"]][1:] == ["trl-policy-v2"]
     client.unload_lora_adapter("trl-policy-v2")
-    print(f"trl {trl.__version__}: VLLMClient.generate, pause, load, resume, unload")
+    print(f"trl {trl.__version__}: VLLMClient.generate and chat, pause, load, resume, unload")
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ pub(super) async fn load_adapter_in_place(State(app): State<Arc<App>>, request: 
 }
 
 async fn load(app: &Arc<App>, request: Request, in_place: bool) -> Answer {
-    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let mut fields = body::fields(request, app).await?;
     let name: String = fields.require("lora_name")?;
     let path: String = fields.require("lora_path")?;
     let in_place = fields.take("load_inplace")?.unwrap_or(in_place);
@@ -133,7 +133,7 @@ async fn load(app: &Arc<App>, request: Request, in_place: bool) -> Answer {
     let in_force = match app.engine.prepare(loaded.policy.clone()).await {
         Ok(in_force) => in_force,
         Err(error) => {
-            app.policies.unload(&name);
+            app.policies.withdraw(loaded);
             return Err(ApiError::bad_param("lora_path", error.message));
         }
     };
@@ -158,7 +158,7 @@ pub(super) fn read_adapter(dir: &Path, config: Option<&Qwen3Config>) -> Result<A
 
 /// `POST /v1/unload_lora_adapter`: a name that is not known is nothing to complain about.
 pub(super) async fn unload_adapter(State(app): State<Arc<App>>, request: Request) -> Answer {
-    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let mut fields = body::fields(request, &app).await?;
     let name: String = fields.require("lora_name")?;
     // vLLM's number for an adapter.
     fields.neutral("lora_int_id", Value::is_number)?;
@@ -211,7 +211,7 @@ pub(super) async fn reset_prefix_cache(State(app): State<Arc<App>>) -> Answer {
 
 /// `POST /update_weights {"weight_dir": …}`: other base weights of the same geometry.
 pub(super) async fn update_weights(State(app): State<Arc<App>>, request: Request) -> Answer {
-    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let mut fields = body::fields(request, &app).await?;
     let path: String = fields.require("weight_dir")?;
     fields.neutral("reset_prefix_cache", Value::is_boolean)?;
     fields.finish()?;

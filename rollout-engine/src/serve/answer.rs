@@ -50,6 +50,11 @@ impl AnswerKind {
         }
     }
 
+    /// The prompt's ids where the whole answer has them: a chat has one prompt.
+    pub(super) fn prompt_of_all(self, ids: Option<&[u32]>) -> Option<&[u32]> {
+        ids.filter(|_| self == Self::Chat)
+    }
+
     /// The field `object` of an answer, or of a piece of one.
     pub(super) fn object(self, piece: bool) -> &'static str {
         match (self, piece) {
@@ -98,6 +103,9 @@ pub(super) struct Envelope<'a> {
     pub(super) created: u64,
     pub(super) model: &'a str,
     pub(super) choices: &'a [Choice<'a>],
+    /// Of a chat, where clients look for them here; of completions each choice has its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) prompt_token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) usage: Option<Usage>,
     pub(super) policy: &'a PolicyReport,

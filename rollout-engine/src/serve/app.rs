@@ -142,6 +142,7 @@ impl App {
         }
         let mut sampling = params.sampling.clone();
         sampling.max_new_tokens = params.max_tokens.unwrap_or(max_tokens).min(max_tokens);
+        let sampling = Arc::new(sampling);
         let jobs = prompts.into_iter().map(|token_ids| PromptJob {
             token_ids,
             sampling: sampling.clone(),

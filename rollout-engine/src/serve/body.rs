@@ -1,20 +1,34 @@
 //! Reading a request's body, within limits of size and time.
 
+use std::time::Duration;
+
 use axum::body::{Bytes, to_bytes};
 use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use serde_json::{Map, Value};
 
+use super::app::App;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::settings::Limits;
 
+/// A body that has begun to arrive when the server is told to end has so long to be complete: nothing of it is under way yet.
+const DRAIN_GRACE: Duration = Duration::from_secs(1);
+
 /// The body's JSON object.
 ///
 /// # Errors
-/// 413 for a body that is too long, 408 for one that is too slow, 400 for one that is not a JSON object.
-pub(super) async fn fields(request: Request, limits: &Limits) -> Result<Fields, ApiError> {
-    let bytes = read(request, limits).await?;
+/// 413 for a body that is too long, 408 for one that is too slow, 503 for one that keeps the server from its end, 400 for one
+/// that is not a JSON object.
+pub(super) async fn fields(request: Request, app: &App) -> Result<Fields, ApiError> {
+    let end = async {
+        app.engine.drained().await;
+        tokio::time::sleep(DRAIN_GRACE).await;
+    };
+    let bytes = tokio::select! {
+        bytes = read(request, &app.settings.limits) => bytes?,
+        () = end => return Err(ApiError::unavailable("the server is shutting down")),
+    };
     if bytes.is_empty() {
         return Err(ApiError::bad_request("the body is empty: send a JSON object"));
     }

@@ -19,7 +19,7 @@ pub(super) async fn chat_completions(
     State(app): State<Arc<App>>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let mut fields = body::fields(request, &app).await?;
     let policy = app.policies.find(&fields.require::<String>("model")?)?;
     let chat = conversation(&mut fields)?;
     let mode = app.settings.logprobs_mode;

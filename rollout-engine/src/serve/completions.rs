@@ -15,7 +15,7 @@ use super::reply::reply;
 use crate::request::Prompt;
 
 pub(super) async fn completions(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
-    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let mut fields = body::fields(request, &app).await?;
     let policy = app.policies.find(&fields.require::<String>("model")?)?;
     let prompts = prompts(fields.require("prompt")?)?;
     let mode = app.settings.logprobs_mode;

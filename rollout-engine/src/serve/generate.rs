@@ -16,7 +16,7 @@ use super::params::{Dialect, Params};
 use super::with_policy_header;
 
 pub(super) async fn generate(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
-    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let mut fields = body::fields(request, &app).await?;
     let policy = app.policies.find(&fields.require::<String>("model")?)?;
     let prompt: Vec<u32> = fields.require("token_ids")?;
     let mut sampling = fields.nested("sampling_params", "sampling_params.")?;

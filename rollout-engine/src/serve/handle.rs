@@ -1,11 +1,11 @@
 //! The way from a handler to the engine's thread, with a limit on what may be under way.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use axum::http::StatusCode;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use super::error::ApiError;
 use super::policy::Policy;
@@ -21,7 +21,7 @@ pub(super) struct EngineHandle {
     /// Completions accepted and not finished.
     unfinished: Arc<AtomicUsize>,
     max_unfinished: usize,
-    draining: AtomicBool,
+    draining: watch::Sender<bool>,
 }
 
 impl EngineHandle {
@@ -36,7 +36,7 @@ impl EngineHandle {
             next_job: AtomicU64::new(0),
             unfinished: Arc::default(),
             max_unfinished,
-            draining: AtomicBool::new(false),
+            draining: watch::Sender::new(false),
         }
     }
 
@@ -51,7 +51,7 @@ impl EngineHandle {
         prompts: Vec<PromptJob>,
         stream: bool,
     ) -> Result<RunningJob, ApiError> {
-        if self.draining.load(Ordering::Acquire) {
+        if self.is_draining() {
             return Err(ApiError::unavailable("the server is shutting down"));
         }
         let completions = prompts
@@ -155,12 +155,18 @@ impl EngineHandle {
 
     /// Accept nothing more.
     pub(super) fn drain(&self) {
-        self.draining.store(true, Ordering::Release);
+        self.draining.send_replace(true);
         let _ = self.commands.send(Command::Drain);
     }
 
     pub(super) fn is_draining(&self) -> bool {
-        self.draining.load(Ordering::Acquire)
+        *self.draining.borrow()
+    }
+
+    /// Resolves when nothing more is accepted.
+    pub(super) async fn drained(&self) {
+        // The sender is not dropped before this future.
+        let _ = self.draining.subscribe().wait_for(|draining| *draining).await;
     }
 
     /// Ends the engine's thread. What is unfinished fails.

@@ -16,7 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, Sleep};
+use tokio::time::Sleep;
 
 use super::app::App;
 use super::settings::Limits;
@@ -27,6 +27,9 @@ const LINGER: Duration = Duration::from_secs(1);
 const LINGER_BYTES: usize = 64 << 20;
 /// Pause after a connection could not be accepted, for instance because the process has too many files open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Where a limit says "any", hyper needs a time that can be added to the present one, and takes memory per header.
+const LONGEST_WAIT: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+const MOST_HEADERS: usize = 10_000;
 
 /// Serves connections until `shutdown`, then lets requests under way finish, for at most the drain time. Those that have
 /// not finished by then are cut off.
@@ -37,7 +40,8 @@ pub(super) async fn run(
     shutdown: impl Future<Output = ()>,
 ) {
     let limits = app.settings.limits;
-    let permits = Arc::new(Semaphore::new(limits.max_connections.max(1)));
+    let connections = limits.max_connections.clamp(1, Semaphore::MAX_PERMITS);
+    let permits = Arc::new(Semaphore::new(connections));
     let graceful = GracefulShutdown::new();
     let mut connections = JoinSet::new();
     tokio::pin!(shutdown);
@@ -94,9 +98,9 @@ fn builder(limits: &Limits) -> http1::Builder {
     let mut builder = http1::Builder::new();
     builder
         .timer(TokioTimer::new())
-        .header_read_timeout(limits.header_timeout)
+        .header_read_timeout(limits.header_timeout.min(LONGEST_WAIT))
         .max_buf_size(limits.max_header_bytes.max(8192))
-        .max_headers(limits.max_headers);
+        .max_headers(limits.max_headers.min(MOST_HEADERS));
     builder
 }
 
@@ -105,10 +109,10 @@ fn builder(limits: &Limits) -> http1::Builder {
 struct Socket {
     stream: TcpStream,
     patience: Duration,
-    /// Runs while a write waits, and at the end.
+    /// Runs while a write waits.
     deadline: Option<Pin<Box<Sleep>>>,
-    /// Bytes read at the end.
-    lingered: Option<usize>,
+    /// At the end: how long is read on, and the bytes that came. Nothing that is written or flushed meanwhile prolongs it.
+    linger: Option<(Pin<Box<Sleep>>, usize)>,
 }
 
 impl Socket {
@@ -117,7 +121,7 @@ impl Socket {
             stream,
             patience,
             deadline: None,
-            lingered: None,
+            linger: None,
         }
     }
 
@@ -130,7 +134,7 @@ impl Socket {
         let patience = self.patience;
         let deadline = self
             .deadline
-            .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + patience)));
+            .get_or_insert_with(|| Box::pin(tokio::time::sleep(patience)));
         ready!(deadline.as_mut().poll(context));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
@@ -161,26 +165,27 @@ impl AsyncWrite for Socket {
         self.watch(context, result)
     }
 
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.lingered.is_none() {
-            ready!(Pin::new(&mut self.stream).poll_shutdown(context))?;
-            self.lingered = Some(0);
-            self.deadline = Some(Box::pin(tokio::time::sleep(LINGER)));
-        }
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let Self { stream, linger, .. } = self.get_mut();
+        let (deadline, lingered) = match linger {
+            Some((deadline, lingered)) => (deadline, lingered),
+            None => {
+                ready!(Pin::new(&mut *stream).poll_shutdown(context))?;
+                let (deadline, lingered) = linger.insert((Box::pin(tokio::time::sleep(LINGER)), 0));
+                (deadline, lingered)
+            }
+        };
         let mut scratch = [0; 4096];
         loop {
-            if let Some(deadline) = &mut self.deadline
-                && deadline.as_mut().poll(context).is_ready()
-            {
+            if deadline.as_mut().poll(context).is_ready() {
                 return Poll::Ready(Ok(()));
             }
             let mut buffer = ReadBuf::new(&mut scratch);
-            let read = ready!(Pin::new(&mut self.stream).poll_read(context, &mut buffer));
-            let lingered = self.lingered.unwrap_or(0) + buffer.filled().len();
-            if read.is_err() || buffer.filled().is_empty() || lingered > LINGER_BYTES {
+            let read = ready!(Pin::new(&mut *stream).poll_read(context, &mut buffer));
+            *lingered += buffer.filled().len();
+            if read.is_err() || buffer.filled().is_empty() || *lingered > LINGER_BYTES {
                 return Poll::Ready(Ok(()));
             }
-            self.lingered = Some(lingered);
         }
     }
 

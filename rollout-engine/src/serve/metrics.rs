@@ -112,7 +112,7 @@ pub(super) fn render(app: &App) -> String {
         ),
         (
             "rollout_kv_pages_free",
-            "Pages that no sequence owns.",
+            "Pages that neither a sequence nor the prefix cache holds.",
             snapshot.free_pages as f64,
         ),
         (

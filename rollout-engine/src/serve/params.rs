@@ -9,6 +9,8 @@ use crate::request::SamplingParams;
 
 /// Most stop strings, and most stop ids.
 const MAX_STOPS: usize = 256;
+/// Most bytes of all stop strings together: they are looked for after every token.
+const MAX_STOP_BYTES: usize = 16 << 10;
 
 /// How an API spells the same things.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,6 +108,11 @@ impl Params {
                 "stop_token_ids"
             };
             return Err(ApiError::bad_param(param, format_args!("more than {MAX_STOPS}")));
+        }
+        let bytes: usize = stop.iter().map(String::len).sum();
+        if bytes > MAX_STOP_BYTES {
+            let problem = format_args!("{bytes} bytes together are more than {MAX_STOP_BYTES}");
+            return Err(ApiError::bad_param("stop", problem));
         }
         let number = |fields: &mut Fields, name, default: f32| {
             fields.take::<f32>(name).map(|value| value.unwrap_or(default))
@@ -350,6 +357,8 @@ mod tests {
             ("seed", json!(0.5)),
             ("stop", json!(5)),
             ("stop", json!([""])),
+            ("stop", json!(vec!["x"; 257])),
+            ("stop", json!(["x".repeat(9000), "y".repeat(9000)])),
             ("logprobs", json!(21)),
             ("stream_options", json!({ "continuous": true })),
         ] {

@@ -55,6 +55,8 @@ pub(super) struct Loaded {
     pub(super) policy: Arc<Policy>,
     /// False if exactly this was there already.
     pub(super) changed: bool,
+    /// What the name meant before, if it was known.
+    before: Option<Arc<Policy>>,
 }
 
 impl Policies {
@@ -138,6 +140,7 @@ impl Policies {
                 return Ok(Loaded {
                     policy: policy.clone(),
                     changed: false,
+                    before: None,
                 });
             }
             Some(_) if !in_place => {
@@ -167,11 +170,26 @@ impl Policies {
             path: Some(path),
         });
         known.next_version += 1;
-        known.adapters.insert(name.to_string(), policy.clone());
+        let before = known.adapters.insert(name.to_string(), policy.clone());
         Ok(Loaded {
             policy,
             changed: true,
+            before,
         })
+    }
+
+    /// Takes back a load of an adapter that cannot be applied: the name means again what it did before. Nothing happens if
+    /// the load changed nothing, or if the name means something else by now.
+    pub(super) fn withdraw(&self, loaded: Loaded) {
+        let mut known = self.known();
+        let name = &loaded.policy.name;
+        let now = known.adapters.get(name);
+        if loaded.changed && now.is_some_and(|now| now.version == loaded.policy.version) {
+            match loaded.before {
+                Some(before) => known.adapters.insert(name.clone(), before),
+                None => known.adapters.remove(name),
+            };
+        }
     }
 
     /// Forgets a name. False if it was not known.
@@ -187,6 +205,7 @@ impl Policies {
             return Loaded {
                 policy: known.base.clone(),
                 changed: false,
+                before: None,
             };
         }
         let base = Arc::new(Base {
@@ -215,6 +234,7 @@ impl Policies {
         Loaded {
             policy: known.base.clone(),
             changed: true,
+            before: None,
         }
     }
 }

@@ -22,17 +22,26 @@ pub(super) async fn reply(
     params: Params,
 ) -> Result<Response, ApiError> {
     let prompt_tokens = prompts.iter().map(Vec::len).sum();
-    let job = app.submit(policy, prompts, &params)?;
     if params.stream {
-        return stream::response(app, job, kind, params, prompt_tokens).await;
+        // The first event of each choice tells its prompt.
+        let told = match params.return_token_ids {
+            true => prompts.clone(),
+            false => Vec::new(),
+        };
+        let job = app.submit(policy, prompts, &params)?;
+        return stream::response(app, job, kind, params, prompt_tokens, told).await;
     }
+    let job = app.submit(policy, prompts, &params)?;
     let answer = app.finished(job).await?;
+    let prompt = answer.completions.first();
+    let prompt = prompt.map(|completion| completion.prompt_token_ids.as_slice());
     let envelope = Envelope {
         id: &app.answer_id(kind.id_prefix()),
         object: kind.object(false),
         created: now(),
         model: &answer.policy.name,
         choices: &choices(&answer.completions, kind, app.token_writer(&params), &params),
+        prompt_token_ids: kind.prompt_of_all(prompt.filter(|_| params.return_token_ids)),
         usage: Some(Usage::new(prompt_tokens, answer.completion_tokens())),
         policy: &answer.policy,
     };

@@ -9,7 +9,7 @@ use std::time::Duration;
 pub struct ServeSettings {
     /// Name under which the base model is asked for, in the field `model`. Default: `model`.
     pub model_name: String,
-    /// If set, every request but those for `/health` and `/liveness` must carry `Authorization: Bearer KEY`.
+    /// If set, every request but those for `/health`, `/liveness` and `/ping` must carry `Authorization: Bearer KEY`.
     /// Default: none.
     pub api_key: Option<String>,
     /// Folders from below which adapters and weights may be loaded by request. Empty refuses every load. Default:

@@ -26,17 +26,20 @@ use crate::runner::SampledToken;
 /// A frame is sent on when it has so many bytes, even if more events are there.
 const FRAME_BYTES: usize = 64 << 10;
 
-/// Waits until the job has started (errors before that have a status of their own), then streams it.
+/// Waits until the job has started (errors before that have a status of their own), then streams it. `prompts` are told if
+/// they are there.
 pub(super) async fn response(
     app: &Arc<App>,
     mut job: RunningJob,
     kind: AnswerKind,
     params: Params,
     prompt_tokens: usize,
+    prompts: Vec<Vec<u32>>,
 ) -> Result<Response, ApiError> {
     let policy = app.started(&mut job).await?;
+    let stop: Arc<[String]> = params.sampling.stop.as_slice().into();
     let choices = (0..job.completions).map(|_| Progress {
-        text: TextStream::new(app.model.text.clone(), stops(&params)),
+        text: TextStream::new(app.model.text.clone(), stop.clone()),
         offset: 0,
         begun: false,
     });
@@ -49,6 +52,7 @@ pub(super) async fn response(
         created: now(),
         policy: policy.clone(),
         usage: Usage::new(prompt_tokens, 0),
+        prompts,
         params,
         over: false,
     };
@@ -60,14 +64,6 @@ pub(super) async fn response(
     );
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     Ok(with_policy_header(response, &policy))
-}
-
-/// Stop strings that are cut off, before which pieces of text are held back.
-fn stops(params: &Params) -> Vec<String> {
-    match params.sampling.include_stop_str_in_output {
-        true => Vec::new(),
-        false => params.sampling.stop.clone(),
-    }
 }
 
 /// How far a completion has been sent.
@@ -90,6 +86,8 @@ struct Events {
     created: u64,
     policy: PolicyReport,
     usage: Usage,
+    /// Ids of each, or none to tell.
+    prompts: Vec<Vec<u32>>,
     params: Params,
     choices: Vec<Progress>,
     over: bool,
@@ -135,7 +133,7 @@ impl Events {
             None => {
                 if self.params.include_usage {
                     let usage = Some(Usage::new(self.usage.prompt_tokens, self.usage.completion_tokens));
-                    self.envelope(&[], usage, out);
+                    self.envelope(&[], None, usage, out);
                 }
                 out.extend_from_slice(b"data: [DONE]\n\n");
                 self.over = true;
@@ -176,6 +174,8 @@ impl Events {
         if let (Some(token), Some(_)) = (token, &logprobs) {
             progress.offset += writer.chars(token.token);
         }
+        let prompt = first.then(|| self.prompts.get(index / self.params.n)).flatten();
+        let prompt = prompt.map(Vec::as_slice);
         let ids = token.map_or(&[][..], |token| std::slice::from_ref(&token.token));
         let choice = Choice {
             index,
@@ -184,18 +184,26 @@ impl Events {
             finish_reason: end.map(|completion| completion.finish_reason),
             stop_reason: end.and_then(|completion| completion.stop_reason.as_ref()),
             token_ids: self.params.return_token_ids.then_some(ids),
-            prompt_token_ids: None,
+            prompt_token_ids: prompt,
         };
-        self.envelope(&[choice], None, out);
+        self.envelope(&[choice], prompt, None, out);
     }
 
-    fn envelope(&self, choices: &[Choice<'_>], usage: Option<Usage>, out: &mut Vec<u8>) {
+    /// `prompt` is that of the choices, where it is to be told.
+    fn envelope(
+        &self,
+        choices: &[Choice<'_>],
+        prompt: Option<&[u32]>,
+        usage: Option<Usage>,
+        out: &mut Vec<u8>,
+    ) {
         let envelope = Envelope {
             id: &self.id,
             object: self.kind.object(true),
             created: self.created,
             model: &self.policy.name,
             choices,
+            prompt_token_ids: self.kind.prompt_of_all(prompt),
             usage,
             policy: &self.policy,
         };

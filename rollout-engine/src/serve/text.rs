@@ -8,11 +8,12 @@ use crate::text::TextPipeline;
 /// Turns tokens into pieces of text that, put together, are the text of the whole completion.
 ///
 /// A piece is held back while it may still change: while it ends within a character, and while it may be the beginning of
-/// a stop string.
+/// a stop string. A stop string that is there is held back with what follows it, until either the end of the completion
+/// says where its text ends or another token shows that it did not stop there, as before `min_tokens`.
 #[derive(Debug)]
 pub(super) struct TextStream {
     pipeline: Option<Arc<TextPipeline>>,
-    stop: Vec<String>,
+    stop: Arc<[String]>,
     ids: Vec<u32>,
     /// `ids[context..read]` gave the end of `text`; decoding starts there so that a token sees those before it.
     context: usize,
@@ -20,11 +21,10 @@ pub(super) struct TextStream {
     text: String,
     /// Bytes of `text` that were given out.
     sent: usize,
-    stopped: bool,
 }
 
 impl TextStream {
-    pub(super) fn new(pipeline: Option<Arc<TextPipeline>>, stop: Vec<String>) -> Self {
+    pub(super) fn new(pipeline: Option<Arc<TextPipeline>>, stop: Arc<[String]>) -> Self {
         Self {
             pipeline,
             stop,
@@ -33,7 +33,6 @@ impl TextStream {
             read: 0,
             text: String::new(),
             sent: 0,
-            stopped: false,
         }
     }
 
@@ -48,38 +47,32 @@ impl TextStream {
         self.ids.push(id);
         let known = pipeline.decode(&self.ids[self.context..self.read])?;
         let longer = pipeline.decode(&self.ids[self.context..])?;
-        match longer.strip_prefix(known.as_str()) {
-            Some(new) if !longer.ends_with(char::REPLACEMENT_CHARACTER) => {
-                self.text.push_str(new);
-                self.context = self.read;
-                self.read = self.ids.len();
-            }
-            _ => return Ok(String::new()),
-        }
-        let end = self.safe_end();
+        let new = longer.strip_prefix(known.as_str());
+        let Some(new) = new.filter(|_| !longer.ends_with(char::REPLACEMENT_CHARACTER)) else {
+            return Ok(String::new());
+        };
+        let known = self.text.len();
+        self.text.push_str(new);
+        self.context = self.read;
+        self.read = self.ids.len();
+        let end = self.safe_end(known);
         let piece = self.text[self.sent..end].to_string();
         self.sent = end;
         Ok(piece)
     }
 
-    /// Up to where no stop string can begin.
-    fn safe_end(&mut self) -> usize {
+    /// Up to where no stop string begins that ends after `known` bytes of the text. One that ended before did not stop the
+    /// completion.
+    fn safe_end(&self, known: usize) -> usize {
         let longest = self.stop.iter().map(String::len).max().unwrap_or(0);
-        if self.stopped {
-            return self.sent;
-        }
-        let found = self
-            .stop
-            .iter()
-            .filter_map(|stop| self.text[self.sent..].find(stop.as_str()));
-        if let Some(at) = found.min() {
-            self.stopped = true;
-            return self.sent + at;
-        }
-        let mut end = self
-            .text
-            .len()
-            .saturating_sub(longest.saturating_sub(1))
+        let found = self.stop.iter().filter_map(|stop| {
+            let from = ceil_char_boundary(&self.text, known.saturating_sub(stop.len() - 1));
+            Some(from + self.text[from..].find(stop.as_str())?)
+        });
+        let perhaps = self.text.len().saturating_sub(longest.saturating_sub(1));
+        let mut end = found
+            .min()
+            .map_or(perhaps, |found| found.min(perhaps))
             .max(self.sent);
         while !self.text.is_char_boundary(end) {
             end -= 1;
@@ -98,10 +91,19 @@ impl TextStream {
     }
 }
 
+/// The first boundary of a character at or after `at`.
+fn ceil_char_boundary(text: &str, mut at: usize) -> usize {
+    while !text.is_char_boundary(at) {
+        at += 1;
+    }
+    at
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::bundled;
+    use crate::text::StopText;
     use proptest::prelude::*;
 
     fn pipeline() -> Arc<TextPipeline> {
@@ -114,7 +116,7 @@ mod tests {
     }
 
     fn pieces(pipeline: &Arc<TextPipeline>, ids: &[u32], stop: &[String], whole: &str) -> String {
-        let mut stream = TextStream::new(Some(pipeline.clone()), stop.to_vec());
+        let mut stream = TextStream::new(Some(pipeline.clone()), stop.into());
         let mut all = String::new();
         for &id in ids {
             all.push_str(&stream.push(id).expect("decodes"));
@@ -132,13 +134,57 @@ mod tests {
         }
 
         #[test]
-        fn pieces_stop_before_a_stop_string(text in "[a-c ä😀]{0,40}", stop in "[a-cä ]{1,4}") {
+        fn pieces_make_up_what_a_stop_string_leaves(
+            text in "[a-c ä😀]{0,40}",
+            stop in proptest::collection::vec("[a-cä ]{1,4}", 1..3),
+            include in any::<bool>(),
+            min_tokens in 0usize..20,
+        ) {
             let pipeline = pipeline();
             let ids = pipeline.tokenizer().encode(&text, false).expect("encodes");
-            let whole = pipeline.decode(&ids).expect("decodes");
-            let cut = whole.find(&stop).map_or(whole.as_str(), |at| &whole[..at]);
-            prop_assert_eq!(pieces(&pipeline, &ids, &[stop], cut), cut);
+            let (len, whole) = stopped(&pipeline, &ids, &stop, include, min_tokens);
+            prop_assert_eq!(pieces(&pipeline, &ids[..len], &stop, &whole), whole);
         }
+    }
+
+    /// As the engine ends a completion of at most these tokens: its length and its text.
+    fn stopped(
+        pipeline: &Arc<TextPipeline>,
+        ids: &[u32],
+        stop: &[String],
+        include: bool,
+        min_tokens: usize,
+    ) -> (usize, String) {
+        let mut search = StopText::new(pipeline.clone(), stop.into(), include);
+        for (i, &id) in ids.iter().enumerate() {
+            if let Some(found) = search.push(id, i >= min_tokens).expect("decodes") {
+                return (i + 1, found.text);
+            }
+        }
+        (ids.len(), pipeline.decode(ids).expect("decodes"))
+    }
+
+    #[test]
+    fn a_stop_string_that_stays_is_the_end_also_within_a_token() {
+        let pipeline = pipeline();
+        let ids = pipeline
+            .tokenizer()
+            .encode(" instead of", false)
+            .expect("encodes");
+        let stop = ["a".to_string()];
+        let (len, whole) = stopped(&pipeline, &ids, &stop, true, 0);
+        assert_eq!(whole, " instea");
+        assert_eq!(pieces(&pipeline, &ids[..len], &stop, &whole), whole);
+    }
+
+    #[test]
+    fn a_stop_string_that_came_too_early_holds_up_one_token() {
+        let pipeline = pipeline();
+        let ids = pipeline.tokenizer().encode("a b c", false).expect("encodes");
+        let mut stream = TextStream::new(Some(pipeline), ["a".to_string()].into());
+        let pieces: Vec<_> = ids.iter().map(|&id| stream.push(id).expect("decodes")).collect();
+        assert_eq!(pieces.concat(), "a b c", "{pieces:?}");
+        assert_eq!(pieces[0], "");
     }
 
     #[test]
@@ -146,7 +192,7 @@ mod tests {
         let pipeline = pipeline();
         let text = "5 🤖 €";
         let ids = pipeline.tokenizer().encode(text, false).expect("encodes");
-        let mut stream = TextStream::new(Some(pipeline), Vec::new());
+        let mut stream = TextStream::new(Some(pipeline), [].into());
         for id in ids {
             let piece = stream.push(id).expect("decodes");
             assert!(!piece.contains(char::REPLACEMENT_CHARACTER), "{piece:?}");

@@ -16,7 +16,7 @@ use crate::request::Prompt;
 
 /// `POST /tokenize` with `prompt`, or with `messages` and what else belongs to a conversation.
 pub(super) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
-    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let mut fields = body::fields(request, &app).await?;
     if let Some(model) = fields.take::<String>("model")? {
         app.policies.find(&model)?;
     }
@@ -49,7 +49,7 @@ fn name(app: &App, token: u32) -> String {
 
 /// `POST /detokenize` with `tokens`: their text, special tokens included.
 pub(super) async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
-    let mut fields = body::fields(request, &app.settings.limits).await?;
+    let mut fields = body::fields(request, &app).await?;
     if let Some(model) = fields.take::<String>("model")? {
         app.policies.find(&model)?;
     }

@@ -43,7 +43,8 @@ pub(super) type Reopen = Box<dyn FnMut(Option<PathBuf>) -> Result<Engine, Error>
 #[derive(Clone, Debug)]
 pub(super) struct PromptJob {
     pub(super) token_ids: Vec<u32>,
-    pub(super) sampling: SamplingParams,
+    /// Shared by the prompts of a job, of which there may be thousands.
+    pub(super) sampling: Arc<SamplingParams>,
     /// Completions wanted.
     pub(super) n: usize,
 }
@@ -373,7 +374,7 @@ impl Worker {
         };
         let n = item.prompt.n;
         let mut request = Request::token_ids(item.prompt.token_ids)
-            .sampling(item.prompt.sampling)
+            .sampling(SamplingParams::clone(&item.prompt.sampling))
             .n(n);
         let mut version = engine.policy();
         if self.side_by_side.is_some() {

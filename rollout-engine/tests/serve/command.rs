@@ -180,6 +180,7 @@ fn what_cannot_be_served_is_one_line_and_an_exit_code() {
         ),
         (&["--allow-root", "/none/such"], 2, "--allow-root"),
         (&["--adapter", "x"], 2, "NAME=DIR"),
+        (&["--served-model-name", ""], 2, "--served-model-name"),
         (&["--host", "example"], 2, "--host"),
         (&["--model", "/none/such", "--device", "cpu"], 1, "/none/such"),
         (&["--adapter", "x=/none/such", "--device", "cpu"], 1, "/none/such"),

@@ -127,6 +127,20 @@ fn half_open_connections_are_closed_and_give_way() {
 }
 
 #[test]
+fn a_client_that_keeps_its_side_open_after_a_refusal_gives_its_place_back() {
+    let server = fake(|_| {});
+    let mut clients: Vec<_> = (0..3).map(|_| connect(server.address)).collect();
+    for client in &mut clients {
+        let head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n{";
+        client.write_all(head).expect("writes");
+        let mut answer = [0; 12];
+        client.read_exact(&mut answer).expect("is answered");
+        assert_eq!(&answer, b"HTTP/1.1 413");
+    }
+    server.wait_for_metric("rollout_http_connections", 1.0);
+}
+
+#[test]
 fn ten_thousand_quick_connections_leave_it_serving() {
     let server = fake(|_| {});
     for i in 0..10_000u32 {
@@ -271,6 +285,24 @@ fn at_its_end_it_does_not_wait_for_ever() {
     assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
     let rest = request.join().expect("no panic");
     assert!(!rest.starts_with(b"HTTP/1.1 200"));
+}
+
+#[test]
+fn at_its_end_it_does_not_wait_for_a_body_that_stays_away() {
+    let mut server = fake(|settings| settings.limits.drain_timeout = Duration::from_secs(100));
+    let mut half = connect(server.address);
+    half.write_all(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{\"model\":")
+        .expect("writes");
+    server.wait_for_metric("rollout_http_connections", 2.0);
+    // Its headers have arrived: what a connection sends is read in order.
+    std::thread::sleep(Duration::from_millis(100));
+    let start = Instant::now();
+    server.shut_down().join().expect("ends without a panic");
+    assert!(start.elapsed() < Duration::from_secs(50), "{:?}", start.elapsed());
+    let mut rest = Vec::new();
+    let _ = half.read_to_end(&mut rest);
+    let rest = String::from_utf8_lossy(&rest);
+    assert!(rest.starts_with("HTTP/1.1 503"), "{rest}");
 }
 
 #[test]

@@ -88,6 +88,31 @@ fn bodies_headers_and_numbers_are_limited() {
 }
 
 #[test]
+fn limits_that_say_any_are_no_limits() {
+    let server = fake(|settings| {
+        let limits = &mut settings.limits;
+        limits.max_unfinished = usize::MAX;
+        limits.max_body_bytes = usize::MAX;
+        limits.max_header_bytes = usize::MAX;
+        limits.max_headers = usize::MAX;
+        limits.max_connections = usize::MAX;
+        for time in [
+            &mut limits.header_timeout,
+            &mut limits.body_timeout,
+            &mut limits.write_timeout,
+            &mut limits.drain_timeout,
+        ] {
+            *time = Duration::MAX;
+        }
+        settings.policy_patience = Duration::MAX;
+    });
+    server.complete("base", &[1, 2, 3], 5).ok();
+    let mut body = completion_body("base", &[1, 2, 3], 5);
+    body["stream"] = json!(true);
+    assert!(!server.post("/v1/completions", &body).events().is_empty());
+}
+
+#[test]
 fn without_the_key_only_its_health_is_told() {
     let server = fake(|settings| settings.api_key = Some("sésame".into()));
     let ask = |path: &str, key: Option<&str>| {

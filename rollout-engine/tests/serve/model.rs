@@ -91,6 +91,19 @@ fn chats_are_those_of_the_engine_whole_and_in_pieces() {
     let reply = server.post("/v1/chat/completions", &chat_body(json!({ "stream": true })));
     assert_eq!(chat_content(&reply), (expected.text.clone(), vec![json!("stop")]));
 
+    // Trainers look for the prompt's ids beside the choices of a chat; in a stream in its first event.
+    let mut ids = json!({ "return_token_ids": true });
+    let whole = server.post("/v1/chat/completions", &chat_body(ids.clone())).ok();
+    assert_eq!(whole["prompt_token_ids"], json!(expected.prompt_token_ids));
+    assert_eq!(whole["choices"][0]["token_ids"], json!(expected.token_ids));
+    ids["stream"] = json!(true);
+    let events = server.post("/v1/chat/completions", &chat_body(ids)).events();
+    for (i, event) in events.iter().enumerate() {
+        let told = &event["prompt_token_ids"];
+        assert_eq!(told.is_null(), i > 0, "{i}");
+        assert!(i > 0 || *told == json!(expected.prompt_token_ids));
+    }
+
     // A stop string cuts the text in both forms at the same place.
     let stop = json!({ "stop": ["####", "never"] });
     let whole = server.post("/v1/chat/completions", &chat_body(stop.clone())).ok();

@@ -117,7 +117,14 @@ fn a_policy_that_cannot_be_served_is_refused_and_the_others_stay() {
     );
     assert_eq!(beside(&server), json!([{ "name": "a", "version": 1 }]));
     server.complete("b", &[1, 2], 3).error(404);
-    server.complete("a", &[1, 2], 3).ok();
+    // Also under a name that is known, which goes on meaning what it did.
+    let in_place =
+        json!({ "lora_name": "a", "lora_path": adapters().join("mult-r32"), "load_inplace": true });
+    server.post("/v1/load_lora_adapter", &in_place).error(400);
+    assert_eq!(beside(&server), json!([{ "name": "a", "version": 1 }]));
+    let answer = server.complete("a", &[1, 2], 3).ok();
+    assert_eq!(answer["policy"]["version"], 1);
+    assert_eq!(answer["policy"]["sha256"], sha256("qv-r8"));
 }
 
 const NAMES: [&str; 3] = ["mult-r32", "qv-r8", "lorabias-r4"];
