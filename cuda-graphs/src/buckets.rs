@@ -4,12 +4,14 @@ use crate::error::{Error, Result};
 
 /// Step of the buckets above 8.
 const STEP: usize = 16;
+/// Most rows of a set that is listed step by step: beyond this it is a mistake, and the list alone would fill the memory.
+const MOST_ROWS: usize = 1 << 24;
 
 /// The batch sizes for which graphs are captured: 1, 2, 4, 8, then every multiple of 16, up to and including a
 /// maximum that is always a member itself, even if it is 7 or 12 or 100.
 ///
-/// Invariant: members are strictly ascending, the first is 1 (or the maximum, if that is 1), the last is the
-/// maximum.
+/// Invariant: members are strictly ascending, none is 0, the last is the maximum. [`BucketSet::from_sizes`] makes sets of
+/// other members.
 ///
 /// ```
 /// use cuda_graphs::BucketSet;
@@ -30,10 +32,16 @@ impl BucketSet {
     /// The buckets up to `max` rows.
     ///
     /// # Errors
-    /// [`Error::EmptyBucketSet`] if `max` is 0.
+    /// [`Error::EmptyBucketSet`] if `max` is 0, [`Error::BatchTooLarge`] beyond 2²⁴.
     pub fn new(max: usize) -> Result<Self> {
         if max == 0 {
             return Err(Error::EmptyBucketSet);
+        }
+        if max > MOST_ROWS {
+            return Err(Error::BatchTooLarge {
+                rows: max,
+                max: MOST_ROWS,
+            });
         }
         let mut sizes: Vec<usize> = [1, 2, 4, 8].into_iter().filter(|&size| size < max).collect();
         sizes.extend((STEP..max).step_by(STEP));
@@ -138,6 +146,18 @@ mod tests {
         assert_eq!(BucketSet::new(0), Err(Error::EmptyBucketSet));
         assert_eq!(BucketSet::from_sizes(&[]), Err(Error::EmptyBucketSet));
         assert_eq!(BucketSet::from_sizes(&[4, 0]), Err(Error::EmptyBucketSet));
+    }
+
+    #[test]
+    fn a_maximum_whose_list_would_fill_the_memory_is_refused() {
+        for rows in [MOST_ROWS + 1, usize::MAX] {
+            let refused = Error::BatchTooLarge { rows, max: MOST_ROWS };
+            assert_eq!(BucketSet::new(rows), Err(refused));
+        }
+        assert_eq!(
+            BucketSet::new(MOST_ROWS).map(|buckets| buckets.max()),
+            Ok(MOST_ROWS)
+        );
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Engine and scheduler on the CPU, in one binary: linking one costs more than most of its tests.
 
 mod adapters;
+mod changing_policies;
 mod chat_templates;
 mod chunked_prefill;
 mod golden;
