@@ -9,6 +9,7 @@
 #define STEP 16       // ranks of one step of a tensor core
 #define STAGE_STEPS 2 // steps of a stage of copies
 #define FULL 0xffffffffu
+#define LEAST_NORMAL 1.17549435e-38f  // below it f32 loses precision
 #define GROUP_ROWS 64   // of a warpgroup's product
 #define PANEL_STEPS 4   // steps of a panel: 64 ranks, 128 bytes a row
 #define PANEL_ROW 128   // bytes
@@ -139,22 +140,35 @@ __device__ __forceinline__ void prepare_left(const Matrix& m, u32 tile, u32 lane
   float factor[2] = {0.f, 0.f}, square[2] = {0.f, 0.f}, squares[2] = {0.f, 0.f};
   float greatest[2] = {0.f, 0.f};
   u32 strange = 0;
+  // The term of the steps before `until`, and what its values of a row are multiplied by.
+  const Term* term = m.terms;
+  float by[2];
+  u32 until = 0;
   // The eight values of this lane in a step: [row g or g + 8][rank 2t, 2t + 1, 2t + 8, 2t + 9].
   auto load = [&](u32 step, float (&values)[2][4]) {
-    const Term& term = term_of(m, step * STEP);
+    if (step >= until) {
+      term = &term_of(m, step * STEP);
+      until = (term->first + term->rank + STEP - 1) / STEP;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        u32 row = tile * TILE_ROWS + half * 8 + g;
+        by[half] = 0.f;
+        if (row < m.rows) {
+          double scale = whole ? 1. : term->row_scale ? term->row_scale[row] : term->scale;
+          by[half] = (float)(scale / (double)term->unit);
+          // NaN leaves the row to f64, as infinity does.
+          if (fabsf(by[half]) < LEAST_NORMAL && scale != 0) by[half] = bits_to_float(0x7fc00000u);
+        }
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       u32 row = tile * TILE_ROWS + half * 8 + g;
-      float by = 0.f;
-      if (row < m.rows) {
-        double scale = whole ? 1. : term.row_scale ? term.row_scale[row] : term.scale;
-        by = (float)(scale / (double)term.unit);
-      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        u32 k = step * STEP - term.first + 2 * t + (i & 1) + (i >> 1) * 8;
-        bool inside = row < m.rows && k < term.rank;
-        values[half][i] = inside ? by * factor_at(term.left, term.bf16 & 1, (size_t)row * term.rank + k) : 0.f;
+        u32 k = step * STEP - term->first + 2 * t + (i & 1) + (i >> 1) * 8;
+        bool inside = row < m.rows && k < term->rank;
+        values[half][i] = inside ? by[half] * factor_at(term->left, term->bf16 & 1, (size_t)row * term->rank + k) : 0.f;
       }
     }
   };
@@ -181,6 +195,7 @@ __device__ __forceinline__ void prepare_left(const Matrix& m, u32 tile, u32 lane
     if (greatest[half] > 1e30f || (greatest[half] != 0.f && greatest[half] < 1e-30f)) strange |= 1u << half;
     factor[half] = greatest[half] != 0.f && !(strange >> half & 1) ? unit_for(greatest[half]) : 0.f;
   }
+  until = 0;
   for (u32 step = 0; step < steps; ++step) {
     float values[2][4];
     load(step, values);
@@ -225,7 +240,14 @@ __device__ __forceinline__ void prepare_left(const Matrix& m, u32 tile, u32 lane
       else if (scale != 0.)
         strange |= 1u << half;
     }
-    if (strange >> half & 1) by = 0.f, bound = 1e32f;
+    if (m.gain && row < m.rows) {
+      // Neither may it be too small for f32's full precision, nor too great.
+      const double gain = m.gain[row];
+      const float size = fabsf((float)gain);
+      if (gain != 0 && !(size >= LEAST_NORMAL && size < bits_to_float(0x7f800000u))) strange |= 1u << half;
+    }
+    // Greater than whatever W0 holds.
+    if (strange >> half & 1) by = 0.f, bound = bits_to_float(0x7f800000u);
     if (t == 0) m.row_factors[row] = make_float2(by, bound);
   }
 }

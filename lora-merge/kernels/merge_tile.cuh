@@ -12,6 +12,8 @@ __device__ __forceinline__ u16 bf16_from_double(double value) {
   return (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+__device__ __forceinline__ bool is_finite(u16 value) { return (value & 0x7f80u) != 0x7f80u; }
+
 // This lane's quarter of a term's products, each fourth one, loaded some at a time so that they arrive together.
 template <bool BF16>
 __device__ __forceinline__ double quarter_sum(const void* left, size_t left_at, const float* right, u32 rank) {
@@ -31,6 +33,24 @@ __device__ __forceinline__ double quarter_sum(const void* left, size_t left_at, 
       if (first + 4 * i < rank) sum = __fma_rn((double)l[i], (double)r[i], sum);
   }
   return sum;
+}
+
+// Reports an element that is not finite. A row that no gain and no term touches stays as it is, be W0 finite or not and whatever
+// `right` holds: then W0 is given instead.
+__device__ __noinline__ u16 not_finite(const Matrix* m, Report* report, u32 row, u32 column, u16 value) {
+  bool touched = m->gain != nullptr;
+#pragma unroll 1
+  for (u32 i = 0; i < m->n_terms && !touched; ++i) {
+    const Term& term = m->terms[i];
+    const double scale = term.row_scale ? term.row_scale[row] : term.scale;
+#pragma unroll 1
+    for (u32 k = 0; k < term.rank && !touched; ++k)
+      touched = __dmul_rn(scale, (double)factor_at(term.left, term.bf16 & 1, (size_t)row * term.rank + k)) != 0;
+  }
+  const u64 index = (u64)row * m->columns + column;
+  if (!touched) return m->w0[index];
+  atomicMax(&report->not_finite, ~index);
+  return value;
 }
 
 // One element in f64 by four lanes, each with every fourth product of a term. Products of two floats are exact in f64,
@@ -218,7 +238,7 @@ __device__ __forceinline__ void flush(const Item& item, u32 n, const u32* waitin
   u16 old = __ldg(item.w0 + index);
   u16 value = exact(item.matrix, row, column, bits_to_float((u32)old << 16));
   if (g < n && t == 0) {
-    if ((value & 0x7f80u) == 0x7f80u) atomicMax(&item.report->not_finite, ~index);
+    if (!is_finite(value)) value = not_finite(item.matrix, item.report, row, column, value);
     found.differs |= value ^ old;
     ++found.recomputed;
     item.out[index] = value;

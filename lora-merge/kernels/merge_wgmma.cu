@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(128 * MOST_GROUPS, 1) merge_wgmma_w
 }
 
 // The listed elements, four lanes each.
-extern "C" __global__ void __launch_bounds__(256) settle_doubts(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256, 3) settle_doubts(const __grid_constant__ Params p) {
   const u32 n = min(p.doubts->count, p.doubts->capacity), t = threadIdx.x & 3;
   // All lanes of a warp go on for as long as one of them has an element.
   for (u32 first = blockIdx.x * 64 + (threadIdx.x >> 5) * 8; first < n; first += gridDim.x * 64) {
@@ -148,10 +148,11 @@ extern "C" __global__ void __launch_bounds__(256) settle_doubts(const __grid_con
     const u32 index = (u32)(entry >> 50), row = (u32)(entry >> 25) & 0x1ffffff, column = (u32)entry & 0x1ffffff;
     const Matrix* m = &p.matrices[index];
     const u64 place = (u64)row * m->columns + column;
-    const u16 old = __ldg(m->w0 + place), value = exact(m, row, column, bits_to_float((u32)old << 16));
+    const u16 old = __ldg(m->w0 + place);
+    u16 value = exact(m, row, column, bits_to_float((u32)old << 16));
     if (at < n && t == 0) {
       Report* report = &p.reports[index];
-      if ((value & 0x7f80u) == 0x7f80u) atomicMax(&report->not_finite, ~place);
+      if (!is_finite(value)) value = not_finite(m, report, row, column, value);
       if (value != old && report->differs == 0) report->differs = 1;
       m->out[place] = value;
     }

@@ -194,6 +194,156 @@ fn random_shapes_give_the_bits_of_the_cpu() {
     }
 }
 
+/// Shapes and ranks that every kernel takes: of few ranks, of more than a stage, of warpgroups.
+const SHAPES: [(usize, usize, usize); 4] = [(19, 152, 3), (70, 128, 24), (130, 264, 48), (65, 136, 320)];
+
+fn one_term(rows: usize, columns: usize, w0: Vec<bf16>, term: LowRankTerm) -> Case {
+    Case {
+        name: format!("{rows} x {columns}, rank {}", term.r),
+        w0,
+        update: ModuleUpdate::from_terms(rows, columns, vec![term]).unwrap(),
+    }
+}
+
+/// A gain scales rows that have no products as well: B is 0 there, or of rank 0.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn magnitudes_scale_rows_without_products() {
+    let mut random = Random(17);
+    let mut cases = Vec::new();
+    for (rows, columns, r) in SHAPES.into_iter().chain([(12, 128, 0), (3, 8, 0)]) {
+        let w0 = random.bf16s(rows * columns, 0.1);
+        let mut term = term(&mut random, rows, columns, r, 2);
+        let mut left = term.left.to_vec();
+        left.iter_mut().take(6 * r).for_each(|l| *l = 0.0);
+        term.left = left.into();
+        cases.push(one_term(rows, columns, w0, term));
+    }
+    check(&cases);
+}
+
+/// f32 has no relative precision for these gains, or no value at all. Their products with weights are ordinary numbers.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn gains_that_f32_cannot_hold() {
+    let mut random = Random(19);
+    let mut cases = Vec::new();
+    for (rows, columns, r) in SHAPES {
+        for (weights, magnitude) in [(1e37, 1e-4), (3e-40, 1.0)] {
+            let w0 = random.bf16s(rows * columns, weights);
+            let mut term = term(&mut random, rows, columns, r, 2);
+            // Products of the size of the weights.
+            term.scaling = f64::from(weights) * 1e-3;
+            term.magnitude = Some(random.f32s(rows, magnitude).into());
+            cases.push(one_term(rows, columns, w0, term));
+        }
+    }
+    check(&cases);
+}
+
+/// Beyond what f16 holds with any power of two: the greatest factors with sums that cancel; scalings that vanish in f32 beside
+/// factors that make up for it; factors of a row, and weights that are as great as their products.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn factors_and_scalings_at_the_ends_of_f32() {
+    let mut random = Random(23);
+    let mut cases = Vec::new();
+    for (rows, columns, r) in SHAPES {
+        let mut add = |left: f32, right: f32, scaling: f64, cancel: bool| {
+            let sign = |k: usize| if cancel && k >= r / 2 { -0.95 } else { 0.95 };
+            let lefts = (0..rows * r).map(|_| left * (0.9 + 0.1 * random.unit()));
+            let lefts: Vec<f32> = lefts.collect();
+            let rights = (0..r * columns).map(|i| right * (sign(i / columns) + 0.02 * random.unit()));
+            let rights: Vec<f32> = rights.collect();
+            let product = f64::from(left) * f64::from(right) * scaling;
+            let w0 = random.bf16s(rows * columns, product as f32);
+            let term = LowRankTerm {
+                r,
+                left: lefts.into(),
+                right: rights.into(),
+                scaling,
+                magnitude: None,
+            };
+            cases.push(one_term(rows, columns, w0, term));
+        };
+        add(2f32.powi(-30), f32::MAX, 0.1, true);
+        add(f32::MAX, 1e-30, 1e-9, true);
+        add(1e31, 1e4, 1.0, false);
+        add(1e30, 1e-25, 1e-30, false);
+        add(1e20, 1e-25, 1e-14, false);
+        add(1e-40, 1e35, 1.0, false);
+    }
+    check(&cases);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn nan_in_a_factor_is_an_error_whatever_its_bits() {
+    let (stream, kernels, mut workspace) = open();
+    for (bits, in_left, (rows, columns, r)) in [0x7fc0_0000, 0xffc0_0000, 0x7fff_ffff, 0xffff_ffff]
+        .into_iter()
+        .flat_map(|bits| [false, true].map(|in_left| (bits, in_left)))
+        .flat_map(|(bits, in_left)| SHAPES.map(|shape| (bits, in_left, shape)))
+    {
+        let (mut left, mut right) = (vec![1.0; rows * r], vec![1.0; r * columns]);
+        let factor = if in_left { &mut left } else { &mut right };
+        factor[if in_left { r } else { 1 }] = f32::from_bits(bits);
+        let term = LowRankTerm {
+            r,
+            left: left.into(),
+            right: right.into(),
+            scaling: 1.0,
+            magnitude: None,
+        };
+        let case = one_term(rows, columns, vec![bf16::ONE; rows * columns], term);
+        let pristine = DeviceBuffer::from_slice(&stream, &case.w0).unwrap();
+        let merged = DeviceBuffer::from_slice(&stream, &case.w0).unwrap();
+        let targets = [MergeTarget {
+            pristine: pristine.as_slice(),
+            merged: merged.as_slice(),
+        }];
+        let modules = [(case.name.as_str(), &case.update)];
+        let mut plan = MergePlan::new(&kernels, &mut workspace, &stream, &modules, &targets).unwrap();
+        plan.run(&kernels, &mut workspace, &stream, &targets).unwrap();
+        let error = plan.outcomes(&stream).unwrap_err();
+        let Error::MergedNotFinite { row, column, .. } = error else {
+            panic!("{error}")
+        };
+        let first = if in_left { (1, 0) } else { (0, 1) };
+        assert_eq!((row, column), first, "{bits:x}, {}", case.name);
+        let got = stream.download(&merged).unwrap();
+        assert!(got[first.0 * columns + first.1].is_nan());
+    }
+}
+
+/// As on the CPU: what no term touches stays as it is, be it finite or not, and whatever the other factors are.
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn rows_without_products_stay_as_they_are() {
+    let mut random = Random(29);
+    let mut cases = Vec::new();
+    for (rows, columns, r) in SHAPES {
+        for scaling in [1.5, 0.0] {
+            let mut w0 = random.bf16s(rows * columns, 0.1);
+            let special = [f32::NAN, f32::INFINITY, -0.0, f32::NEG_INFINITY, 0.0];
+            for (w, special) in w0.iter_mut().skip(columns + 2).zip(special) {
+                *w = bf16::from_f32(special);
+            }
+            let mut term = term(&mut random, rows, columns, r, 0);
+            let (mut left, mut right) = (term.left.to_vec(), term.right.to_vec());
+            left[r..2 * r].fill(0.0);
+            left[2 * r..3 * r].fill(-0.0);
+            if scaling == 0.0 {
+                right[5] = f32::NEG_INFINITY;
+                right[7] = f32::NAN;
+            }
+            (term.left, term.right, term.scaling) = (left.into(), right.into(), scaling);
+            cases.push(one_term(rows, columns, w0, term));
+        }
+    }
+    check(&cases);
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn overflow_is_reported_and_the_former_plan_restores_the_former_bits() {
