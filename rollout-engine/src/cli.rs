@@ -132,9 +132,9 @@ fn run_command(cli: &args::Cli) -> Result<(), CliError> {
     let result = match &cli.command {
         args::Command::Generate(args) => generate::run(args, cli.trace.as_deref()),
         #[cfg(feature = "cuda")]
-        args::Command::Bench(args) => bench::run(args),
+        args::Command::Bench(args) => bench::run(args, cli.trace.as_deref()),
         #[cfg(feature = "cuda")]
-        args::Command::Tune(args) => tune::run(args),
+        args::Command::Tune(args) => tune::run(args, cli.trace.as_deref()),
         #[cfg(feature = "serve")]
         args::Command::Serve(args) => serve::run(args),
         args::Command::VerifyNoDrift(args) => verify_no_drift::run(args),

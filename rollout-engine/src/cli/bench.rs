@@ -19,6 +19,7 @@ mod refresh;
 mod report;
 mod workload;
 
+use std::path::Path;
 use std::time::Instant;
 
 use qwen3_model::MergeMode;
@@ -30,7 +31,7 @@ pub(super) use open::Subject;
 pub(super) use workload::{Round, measure, prompt};
 
 use super::CliError;
-use super::output::write_stdout;
+use super::output::{distinct_files, write_stdout};
 use crate::Error;
 use crate::runner::Runner;
 use crate::scheduler::Scheduler;
@@ -74,9 +75,21 @@ impl Run<'_> {
     }
 }
 
-pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
+/// `trace` is the file of `--trace`, which has been opened.
+pub(super) fn run(args: &BenchArgs, trace: Option<&Path>) -> Result<(), CliError> {
     // Before anything is loaded.
     let _ = args.sampling()?;
+    distinct_files(&[
+        ("--trace", trace),
+        ("--stats-path", args.stats_path.as_deref()),
+        ("--plot", args.plot.as_deref()),
+    ])?;
+    for read in [("--plot-other", &args.plot_other), ("--compare", &args.compare)] {
+        distinct_files(&[(read.0, read.1.as_deref()), ("--plot", args.plot.as_deref())])?;
+    }
+    if let Some(path) = &args.compare {
+        compare::Baseline::read(path)?;
+    }
     let begin = Instant::now();
     let subject = Subject::of(args)?;
     let profile = TunedProfile::find(&args.kernels.tuned(), &subject.device, &subject.shape())?;

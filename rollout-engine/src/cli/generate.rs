@@ -10,7 +10,7 @@ use qwen3_model::MergeMode;
 
 use super::args::GenerateArgs;
 use super::input::{self, Job};
-use super::output::{Output, stdin_file, stdout_file};
+use super::output::{Output, distinct_files, same_file, stdin_file, stdout_file};
 use super::progress::Progress;
 use super::{CliError, interrupt, metrics, report};
 use crate::completion::{Event, RequestId};
@@ -262,27 +262,11 @@ fn refuse_to_overwrite_the_input(args: &GenerateArgs) -> Result<(), CliError> {
 /// Refuses to write two results into one file.
 fn refuse_one_file_for_two(args: &GenerateArgs, trace: Option<&Path>) -> Result<(), CliError> {
     let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
-    let files = [
+    distinct_files(&[
         ("--trace", trace),
         ("--output", output),
         ("--metrics", args.metrics.as_deref()),
-    ];
-    for (i, (name, file)) in files.iter().enumerate() {
-        for (earlier, other) in &files[..i] {
-            let (Some(file), Some(other)) = (file, other) else {
-                continue;
-            };
-            let same = match (file.metadata(), other.metadata()) {
-                (Ok(a), Ok(b)) => same_file(&a, &b),
-                _ => file == other,
-            };
-            if same {
-                let message = format!("{name} is the file of {earlier}: name another one");
-                return Err(CliError::Usage(message));
-            }
-        }
-    }
-    Ok(())
+    ])
 }
 
 /// Refuses `output`, of the flag `name`, if it is a file that is read. `path` is where it was named, if it was.
@@ -329,17 +313,4 @@ fn refuse_input(
         }
     }
     Ok(())
-}
-
-/// Whether both are one regular file, also by links.
-#[cfg(unix)]
-fn same_file(a: &Metadata, b: &Metadata) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    a.is_file() && (a.dev(), a.ino()) == (b.dev(), b.ino())
-}
-
-/// Files have no number to tell them by here.
-#[cfg(not(unix))]
-fn same_file(_: &Metadata, _: &Metadata) -> bool {
-    false
 }

@@ -1,7 +1,7 @@
 //! Where completions go: JSON lines as they finish, or text in the order of the prompts.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -230,6 +230,40 @@ fn write_whole(file: &mut File, text: &[u8]) -> io::Result<()> {
         }
     }
     result
+}
+
+/// Refuses to write two results into one file: `files` are the flags and what they name. Files that are not there yet are
+/// told by their names alone.
+pub(super) fn distinct_files(files: &[(&str, Option<&Path>)]) -> Result<(), CliError> {
+    for (i, (name, file)) in files.iter().enumerate() {
+        for (earlier, other) in &files[..i] {
+            let (Some(file), Some(other)) = (file, other) else {
+                continue;
+            };
+            let same = match (file.metadata(), other.metadata()) {
+                (Ok(a), Ok(b)) => same_file(&a, &b),
+                _ => file == other,
+            };
+            if same {
+                let message = format!("{name} is the file of {earlier}: name another one");
+                return Err(CliError::Usage(message));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether both are one regular file, also by links.
+#[cfg(unix)]
+pub(super) fn same_file(a: &Metadata, b: &Metadata) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    a.is_file() && (a.dev(), a.ino()) == (b.dev(), b.ino())
+}
+
+/// Files have no number to tell them by here.
+#[cfg(not(unix))]
+pub(super) fn same_file(_: &Metadata, _: &Metadata) -> bool {
+    false
 }
 
 /// Standard output as a file, past std's buffer.

@@ -10,6 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::CliError;
+use super::output::distinct_files;
 
 mod growth;
 
@@ -123,6 +124,12 @@ struct Series {
 }
 
 pub(super) fn run(args: &PlotArgs) -> Result<(), CliError> {
+    for read in args.stats.iter().chain(&args.plot_other) {
+        distinct_files(&[
+            (&read.display().to_string(), Some(read)),
+            ("--output", Some(&args.output)),
+        ])?;
+    }
     let mut stats = Vec::new();
     for path in &args.stats {
         let value = read_json(path)?;

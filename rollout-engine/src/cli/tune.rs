@@ -10,7 +10,7 @@ mod search;
 mod space;
 mod state;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -20,7 +20,7 @@ use self::search::{Rules, Trial, Workload, search};
 use self::state::{About, Entry, Outcome, State};
 use super::CliError;
 use super::bench::{self, BenchArgs, Subject};
-use super::output::write_stdout;
+use super::output::{distinct_files, write_stdout};
 use super::progress::Steps;
 use crate::Error;
 use crate::runner::Runner;
@@ -73,7 +73,13 @@ fn tolerance(text: &str) -> Result<f64, String> {
     }
 }
 
-pub(super) fn run(args: &TuneArgs) -> Result<(), CliError> {
+/// `trace` is the file of `--trace`, which has been opened.
+pub(super) fn run(args: &TuneArgs, trace: Option<&Path>) -> Result<(), CliError> {
+    distinct_files(&[
+        ("--trace", trace),
+        ("--state", args.state.as_deref()),
+        ("--profile", args.profile.as_deref()),
+    ])?;
     let of = &args.workload;
     let sampling = of.sampling()?;
     if let Some(flag) = of.not_a_workload() {

@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
-use axum::extract::{Request, State};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path as UrlPath, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::Response;
 use lora_merge::{ActiveAdapter, Adapter};
@@ -38,21 +39,38 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Answer {
 /// `GET /v1/models`: the base model first, then adapters by name.
 pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
     let base = app.policies.base();
-    let entry = |policy: &Policy| {
-        json!({
-            "id": policy.name,
-            "object": "model",
-            "created": app.created,
-            "owned_by": "rollout-engine",
-            "root": policy.path.as_ref().map_or(json!(policy.name), |path| json!(path)),
-            "parent": policy.adapter.as_ref().map(|_| &base.name),
-            "max_model_len": app.model.max_tokens,
-            "policy_version": policy.version,
-        })
-    };
-    let mut data = vec![entry(&base)];
-    data.extend(app.policies.adapters().iter().map(|policy| entry(policy)));
+    let mut data = vec![described(&app, &base)];
+    data.extend(
+        app.policies
+            .adapters()
+            .iter()
+            .map(|policy| described(&app, policy)),
+    );
     ok(&json!({ "object": "list", "data": data }))
+}
+
+/// `GET /v1/models/NAME`: one of them.
+pub(super) async fn model(
+    State(app): State<Arc<App>>,
+    name: Result<UrlPath<String>, PathRejection>,
+) -> Answer {
+    let UrlPath(name) = name.map_err(|error| ApiError::bad_param("model", error))?;
+    Ok(ok(&described(&app, &*app.policies.find(&name)?)))
+}
+
+/// A policy as an entry of the list of models.
+fn described(app: &App, policy: &Policy) -> Value {
+    let base = policy.adapter.as_ref().map(|_| app.policies.base());
+    json!({
+        "id": policy.name,
+        "object": "model",
+        "created": app.created,
+        "owned_by": "rollout-engine",
+        "root": policy.path.as_ref().map_or(json!(policy.name), |path| json!(path)),
+        "parent": base.as_ref().map(|base| &base.name),
+        "max_model_len": app.model.max_tokens,
+        "policy_version": policy.version,
+    })
 }
 
 /// `GET /server_info`, with the parts of vLLM's configuration that trainers read.

@@ -25,6 +25,7 @@ pub(super) fn router(app: &Arc<App>) -> Router {
         .route("/get_world_size", get(admin::world_size))
         .route("/is_paused", get(admin::is_paused))
         .route("/v1/models", get(admin::models))
+        .route("/v1/models/{*name}", get(admin::model))
         .route("/v1/completions", post(completions::completions))
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/inference/v1/generate", post(generate::generate))

@@ -201,7 +201,15 @@ fn a_run_is_compared_with_what_was_kept() {
     value["decode_tps_median"] = (1000.0 * rate).into();
     value["token_checksum"] = "00".into();
     std::fs::write(&path, value.to_string()).expect("writable");
-    let slower = with(&["--compare", file]);
+    // It is read before the new measurement takes its place.
+    let slower = with(&[
+        "--compare",
+        file,
+        "--stats-path",
+        file,
+        "--compare-tolerance",
+        "99",
+    ]);
     let stderr = String::from_utf8_lossy(&slower.stderr);
     assert_eq!(slower.status.code(), Some(1), "{stderr}");
     assert!(
@@ -252,6 +260,11 @@ fn what_cannot_work_is_refused_in_a_line() {
         (&["--top-logprobs", "21"], "top_logprobs"),
         (&["--arrival-rate", "0"], "arrival-rate"),
         (&["--arrival-rate", "inf"], "arrival-rate"),
+        (&["--arrival-rate", "1e-300"], "arrival-rate"),
+        (
+            &["--stats-path", "x", "--plot", "x"],
+            "--plot is the file of --stats-path",
+        ),
         (&["--arrival-rate", "2", "--batches", "1,2"], "batches"),
         (&["--model", "random:qwen3-4b"], "drawn on a GPU"),
         (&["--lora-rank", "8"], "--lora-rank"),

@@ -52,6 +52,21 @@ fn the_plot_of_growth_in_the_documentation_is_that_of_its_numbers() {
 }
 
 #[test]
+fn a_plot_over_a_file_that_it_reads_is_refused_and_leaves_it_as_it_is() {
+    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs");
+    let dir = folder();
+    let numbers = std::fs::read_to_string(format!("{docs}/data/h200-qwen3-4b.json")).expect("is there");
+    let stats = write(dir.path(), "stats.json", &numbers);
+    let other = write(dir.path(), "other.json", "{}");
+    for read in [&stats, &other] {
+        let outcome = run(&["plot", &stats, "--plot-other", &other, "--output", read]);
+        assert_error(&outcome, 2, &["--output", read, "name another one"], read);
+    }
+    assert!(std::fs::read_to_string(&stats).expect("is there") == numbers);
+    assert_eq!(std::fs::read_to_string(&other).expect("is there"), "{}");
+}
+
+#[test]
 fn a_plot_of_something_else_is_refused() {
     let dir = folder();
     let stats = write(dir.path(), "stats.json", "{\"n_prompts\": 1}");

@@ -119,6 +119,10 @@ fn what_is_no_workload_is_refused() {
         (&["--stats-path", "x"], "--stats-path"),
         (&["--time-limit", "5"], "90s"),
         (&["--tolerance", "11"], "tolerance"),
+        (
+            &["--state", "x", "--profile", "x"],
+            "--profile is the file of --state",
+        ),
         (&["--state", "/no/such/folder/state"], "/no/such/folder"),
     ] {
         let output = rollout(folder.path(), "tune", args);

@@ -168,6 +168,15 @@ fn what_trainers_look_at_first() {
     let models = server.get("/v1/models").ok();
     assert_eq!(models["data"][0]["id"], "base");
     assert_eq!(models["data"][0]["max_model_len"], 64);
+    assert_eq!(server.get("/v1/models/base").ok(), models["data"][0]);
+    let error = server.get("/v1/models/an%20other/one").error(404);
+    assert_eq!(error["code"], "model_not_found");
+    assert!(
+        error["message"]
+            .as_str()
+            .is_some_and(|message| message.contains("an other/one"))
+    );
+    server.get("/v1/models/%ff").error(400);
     let info = server.get("/server_info?config_format=json").ok();
     let config = &info["vllm_config"];
     assert_eq!(config["model_config"]["dtype"], "torch.float32");

@@ -265,8 +265,9 @@ impl BenchArgs {
 
 fn rate(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
-        Ok(rate) if rate > 0.0 && rate.is_finite() => Ok(rate),
-        _ => Err("use a number of prompts a second above 0, such as 2.5".into()),
+        // At fewer a second the wait for the next one could last longer than a time can say.
+        Ok(rate) if rate >= 1e-6 && rate.is_finite() => Ok(rate),
+        _ => Err("use a number of prompts a second from 0.000001, such as 2.5".into()),
     }
 }
 

@@ -6,7 +6,6 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::BenchArgs;
 use crate::cli::CliError;
 use crate::cli::output::write_stdout;
 
@@ -59,18 +58,32 @@ fn parse(value: Value) -> Result<Vec<Kept>, String> {
     parsed.collect()
 }
 
-/// Prints the comparison; an error if a rate has fallen too far, or if nothing can be compared.
-pub(super) fn with_file(args: &BenchArgs, path: &Path, reports: &[Value]) -> Result<(), CliError> {
-    let fail = |reason: String| CliError::Failed(format!("{}: {reason}", path.display()));
-    let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
-    let value = serde_json::from_str(&text).map_err(|error| fail(error.to_string()))?;
-    let kept = parse(value).map_err(|reason| fail(format!("not what --stats-path writes: {reason}")))?;
-    let new = parse(Value::Array(reports.to_vec())).map_err(CliError::Failed)?;
-    let (text, problems) = compare(&kept, &new, args.compare_tokens).map_err(fail)?;
-    write_stdout(&format!("\ncompared with {}\n{text}", path.display()))?;
-    match problems.first() {
-        None => Ok(()),
-        Some(_) => Err(fail(problems.join("; "))),
+/// Measurements of a file.
+pub(super) struct Baseline<'a> {
+    path: &'a Path,
+    kept: Vec<Kept>,
+}
+
+impl<'a> Baseline<'a> {
+    /// Reads what --stats-path has written.
+    pub(super) fn read(path: &'a Path) -> Result<Self, CliError> {
+        let fail = |reason: String| CliError::Failed(format!("{}: {reason}", path.display()));
+        let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
+        let value = serde_json::from_str(&text).map_err(|error| fail(error.to_string()))?;
+        let kept = parse(value).map_err(|reason| fail(format!("not what --stats-path writes: {reason}")))?;
+        Ok(Self { path, kept })
+    }
+
+    /// Prints the comparison; an error if a rate has fallen too far, or if nothing can be compared.
+    pub(super) fn check(&self, reports: &[Value], tokens_count: bool) -> Result<(), CliError> {
+        let fail = |reason: String| CliError::Failed(format!("{}: {reason}", self.path.display()));
+        let new = parse(Value::Array(reports.to_vec())).map_err(CliError::Failed)?;
+        let (text, problems) = compare(&self.kept, &new, tokens_count).map_err(fail)?;
+        write_stdout(&format!("\ncompared with {}\n{text}", self.path.display()))?;
+        match problems.first() {
+            None => Ok(()),
+            Some(_) => Err(fail(problems.join("; "))),
+        }
     }
 }
 

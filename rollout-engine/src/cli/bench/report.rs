@@ -15,14 +15,17 @@ pub(super) fn write_reports(args: &BenchArgs, mut reports: Vec<Value>) -> Result
     if let Some(path) = &args.plot {
         crate::cli::plot::write_reports(&reports, args.plot_other.as_deref(), path)?;
     }
+    // Before --stats-path is written: it may be the same file.
+    let baseline = args.compare.as_deref().map(compare::Baseline::read);
+    let baseline = baseline.transpose()?;
     let of_compare = reports.clone();
     let value = match args.batches.is_empty() && reports.len() == 1 {
         true => reports.remove(0),
         false => Value::Array(reports),
     };
     write_json(args, &value)?;
-    match &args.compare {
-        Some(path) => compare::with_file(args, path, &of_compare),
+    match baseline {
+        Some(baseline) => baseline.check(&of_compare, args.compare_tokens),
         None => Ok(()),
     }
 }
