@@ -13,14 +13,15 @@ struct GateUpParams {
     alignas(64) char w_map[128]; // [2, units, K] as {K, 4, 2, units / 4}: boxes {64, 4, 2, TILE / 8}
     alignas(64) char x_map[128]; // [rows, K], boxes {64, COLUMNS}
     u16* out;                    // [rows, units]
-    const float* squares_in;     // f32 [K / 64, COLUMNS], scales the product; null: none
+    const float* squares_in;     // f32 [parts, COLUMNS], scales the product; null: none
     u32 rows;
     u32 units; // a multiple of 4
     u32 chunks;
     u32 tiles;
     float inverse_k;
     float eps;
-    u32 unused[6];
+    u32 parts; // sums of squares of a row
+    u32 unused[5];
 };
 
 template <int COLUMNS, int TILE, int W_SLOTS, int X_SLOTS>
@@ -114,7 +115,7 @@ __device__ __forceinline__ void gate_up(const GateUpParams& p, unsigned char* sh
             float sum = 0.f;
             if (row < p.rows)
 #pragma unroll 20
-                for (u32 i = lane & 1; i < p.chunks; i += 2) sum += __ldcg(p.squares_in + i * COLUMNS + row);
+                for (u32 i = lane & 1; i < p.parts; i += 2) sum += __ldcg(p.squares_in + i * COLUMNS + row);
             sum += __shfl_xor_sync(FULL_WARP, sum, 1);
             scale = 1.f / sqrtf(sum * p.inverse_k + p.eps);
         }

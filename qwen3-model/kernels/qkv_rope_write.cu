@@ -24,8 +24,8 @@
 
 struct QkvRopeWriteLaunch {
     QkvRopeWriteParams heads;
-    const float* squares; // f32 [chunks, columns], of batch rows before the product; null: the product is scaled already
-    u32 chunks;
+    const float* squares; // f32 [parts, columns], of batch rows before the product; null: the product is scaled already
+    u32 parts;
     u32 columns;
     float inverse_k;
     float eps;
@@ -64,9 +64,9 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, 6)
     const u32 high = HEAD_DIM / 2 + lane * PAIRS;
 
     // The sums of a row lie far apart, a line for each: every warp of the block loads some, before anything is waited for.
-    const u32 chunk = lane * ROPE_WARPS + warp;
+    const u32 part = lane * ROPE_WARPS + warp;
     float squares = 0.f;
-    if (launch.squares && chunk < launch.chunks) squares = launch.squares[(u64)chunk * launch.columns + row];
+    if (launch.squares && part < launch.parts) squares = launch.squares[(u64)part * launch.columns + row];
     float a[PAIRS] = {}, b[PAIRS] = {};
     Rotation rotation = {};
     u16* out = nullptr;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, 6)
         out = place_of(p, head, row);
     }
     if (launch.squares) {
-        for (u32 i = chunk + ROPE_WARPS * 32; i < launch.chunks; i += ROPE_WARPS * 32)
+        for (u32 i = part + ROPE_WARPS * 32; i < launch.parts; i += ROPE_WARPS * 32)
             squares += launch.squares[(u64)i * launch.columns + row];
         const float scale = 1.f / sqrtf(block_sum<ROPE_WARPS>(squares, sums) * launch.inverse_k + launch.eps);
 #pragma unroll

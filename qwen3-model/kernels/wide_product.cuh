@@ -1,4 +1,4 @@
-// A matrix product of a decode step of 17 to 128 rows, with what lies between it and its neighbours:
+// A matrix product of a decode step of 17 to 96 rows, with what lies between it and its neighbours:
 //
 //   KIND          out                                        also
 //   TO_RESIDUAL   residual f32 [rows, N] += product          normed = bf16(residual · norm weight), sums of squares

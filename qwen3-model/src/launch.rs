@@ -7,6 +7,7 @@
 //! All of them may start before their predecessor in the stream has ended (programmatic dependent
 //! launch) and wait for it themselves.
 
+mod cluster_product;
 mod decode_layers;
 
 use bytemuck::{Pod, Zeroable};
@@ -26,6 +27,7 @@ mod unmerged;
 mod wgmma;
 mod wide_product;
 
+pub use cluster_product::{CLUSTER_ROWS, ClusterProduct, ClusterProductOp};
 pub use decode_layers::{
     DecodeLayers, DecodeLayersOp, DecodeLayersScratch, LayerOperands, LayersShape, MAX_BLOCKS, MAX_ROWS,
 };
@@ -116,6 +118,7 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
         .chain(four_bit_layer::specs())
         .chain(wide_product::specs())
         .chain(gate_up::specs())
+        .chain(cluster_product::specs())
         .collect()
 }
 

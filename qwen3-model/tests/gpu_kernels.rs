@@ -293,6 +293,7 @@ fn rope_case(gpu: &Gpu, seed: u64, head_dim: usize, q_heads: usize, kv_heads: us
     };
     let scale = RowScale {
         squares: squares.as_slice(),
+        parts: width / 64,
         width,
         eps: 0.0,
     };

@@ -7,18 +7,24 @@ use cuda_graphs::DeviceBuffer;
 use gpu_support::{Gpu, assert_twice, bf16s, normals, rng, round};
 use half::bf16;
 use qwen3_model::launch::{
-    GateUp, GateUpOp, QkvRopeWrite, StageOutput, WIDE_HEAD_DIM, WideProductOp, WideProducts,
+    ClusterProduct, ClusterProductOp, GateUp, GateUpOp, QkvRopeWrite, StageOutput, WIDE_HEAD_DIM,
+    WideProductOp, WideProducts,
 };
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
 const EPS: f32 = 1e-6;
-/// Rows that the kernels are compiled for, those of `WideProducts` up to 128.
+/// Rows that the kernels are compiled for, those of `WideProducts` up to 96.
 const FORMS: [usize; 6] = [32, 64, 96, 128, 192, 256];
 
 fn products(gpu: &Gpu) -> WideProducts {
-    let loaded = WideProducts::load(&gpu.compiler, &gpu.device, 128).unwrap();
+    let loaded = WideProducts::load(&gpu.compiler, &gpu.device, 96).unwrap();
+    loaded.expect("a device of compute capability 9.0")
+}
+
+fn clusters(gpu: &Gpu, n: usize) -> ClusterProduct {
+    let loaded = ClusterProduct::load(&gpu.compiler, &gpu.device, n, 256).unwrap();
     loaded.expect("a device of compute capability 9.0")
 }
 
@@ -74,39 +80,115 @@ struct Residual {
     residual: Vec<f32>,
     normed: Vec<bf16>,
     squares: Vec<f32>,
+    /// Sums of squares of a row.
+    parts: usize,
+}
+
+/// The kernels that sum into the residual stream.
+enum Summers<'a> {
+    Wide(&'a WideProducts),
+    Clusters(&'a ClusterProduct),
 }
 
 fn run_residual(
     gpu: &Gpu,
-    products: &WideProducts,
+    summers: &Summers<'_>,
     rows: usize,
     [weight, x]: [&[bf16]; 2],
     [residual, norm]: [&[f32]; 2],
 ) -> Residual {
     let n = norm.len();
+    let (squares_len, parts) = match summers {
+        Summers::Wide(products) => (products.squares_len(rows, n), n.div_ceil(64)),
+        Summers::Clusters(products) => (products.squares_len(rows), products.squares_parts(rows)),
+    };
     let (residual, norm) = (gpu.put(residual), gpu.put(norm));
     let normed = gpu.poisoned::<bf16>(rows * n);
-    let squares = gpu.poisoned::<f32>(products.squares_len(rows, n));
-    let (weight, x) = (gpu.put(weight), gpu.put(x));
-    let op = WideProductOp {
-        rows,
-        weight: weight.as_slice(),
-        input: x.as_slice(),
-        squares: None,
-        eps: EPS,
-        output: StageOutput::Residual {
-            residual: residual.as_slice(),
-            norm: norm.as_slice(),
-            normed: normed.as_slice(),
-            squares: squares.as_slice(),
-        },
-        heads: None,
+    let squares = gpu.poisoned::<f32>(squares_len);
+    let (weight, input) = (gpu.put(weight), gpu.put(x));
+    let (weight, input) = (weight.as_slice(), input.as_slice());
+    let output = StageOutput::Residual {
+        residual: residual.as_slice(),
+        norm: norm.as_slice(),
+        normed: normed.as_slice(),
+        squares: squares.as_slice(),
     };
-    products.run(&gpu.stream, &op).unwrap();
+    match summers {
+        Summers::Wide(products) => {
+            let op = WideProductOp {
+                rows,
+                weight,
+                input,
+                squares: None,
+                eps: EPS,
+                output,
+                heads: None,
+            };
+            products.run(&gpu.stream, &op)
+        }
+        Summers::Clusters(products) => {
+            let op = ClusterProductOp {
+                rows,
+                weight,
+                input,
+                output,
+            };
+            products.run(&gpu.stream, &op)
+        }
+    }
+    .unwrap();
     Residual {
         residual: gpu.get(&residual),
         normed: gpu.get(&normed),
         squares: gpu.get(&squares),
+        parts,
+    }
+}
+
+/// A product of `[n, k]` and `rows` random rows into a random residual stream.
+fn check_residual(
+    gpu: &Gpu,
+    summers: &Summers<'_>,
+    rng: &mut ChaCha8Rng,
+    what: &str,
+    [rows, n, k]: [usize; 3],
+) {
+    let weight = bf16s(rng, n * k, 1.0 / (k as f32).sqrt());
+    let x = bf16s(rng, rows * k, 1.0);
+    let residual = normals(rng, rows * n, 1.0);
+    let norm: Vec<f32> = normals(rng, n, 0.2).iter().map(|x| 1.0 + x).collect();
+    let got = run_residual(gpu, summers, rows, [&weight, &x], [&residual, &norm]);
+    let x: Vec<f64> = x.iter().map(|x| x.to_f64()).collect();
+    let product = multiply(&x, &weight, k);
+    let sum = |rounding: fn(f64) -> f64| -> Vec<f64> {
+        let terms = product.iter().zip(&residual);
+        terms
+            .map(|(p, &r)| rounding(rounding(*p) + f64::from(r)))
+            .collect()
+    };
+    let (exact, plain) = (sum(|x| x), sum(round));
+    let what = format!("{what}, {n} x {k}, {rows} rows");
+    assert_twice(&what, &to_bf16(&got.residual), &plain, &exact);
+    let weigh = |x: &[f64], rounding: fn(f64) -> f64| -> Vec<f64> {
+        let weighed = x.iter().enumerate();
+        weighed
+            .map(|(i, x)| rounding(x * f64::from(norm[i % n])))
+            .collect()
+    };
+    assert_twice(
+        &format!("{what}, normed"),
+        &got.normed,
+        &weigh(&plain, round),
+        &weigh(&exact, |x| x),
+    );
+    let columns = got.squares.len() / got.parts;
+    for (row, residual) in got.residual.chunks(n).enumerate() {
+        let sum: f32 = (0..got.parts).map(|part| got.squares[part * columns + row]).sum();
+        let exact: f32 = residual.iter().map(|x| x * x).sum();
+        assert!(
+            (sum - exact).abs() <= 1e-5 * exact,
+            "{what}, row {row}: {sum}, {exact}"
+        );
     }
 }
 
@@ -162,50 +244,19 @@ fn sums_into_the_residual_stream_agree_with_the_reference() {
     let products = products(&gpu);
     let mut rng = rng(1);
     // One chunk; fewer rows than a tile; ends within a tile and within 64 rows; many shares per tile.
-    for (n, k) in [(64, 64), (80, 192), (320, 832), (2560, 128), (1024, 3072)] {
-        for rows in [1, 17, 32, 33, 48, 63, 64, 65, 80, 96, 100, 128] {
-            let weight = bf16s(&mut rng, n * k, 1.0 / (k as f32).sqrt());
-            let x = bf16s(&mut rng, rows * k, 1.0);
-            let residual = normals(&mut rng, rows * n, 1.0);
-            let norm: Vec<f32> = normals(&mut rng, n, 0.2).iter().map(|x| 1.0 + x).collect();
-            let got = run_residual(&gpu, &products, rows, [&weight, &x], [&residual, &norm]);
-            let x: Vec<f64> = x.iter().map(|x| x.to_f64()).collect();
-            let product = multiply(&x, &weight, k);
-            let exact: Vec<f64> = product
-                .iter()
-                .zip(&residual)
-                .map(|(p, &r)| p + f64::from(r))
-                .collect();
-            let plain: Vec<f64> = product
-                .iter()
-                .zip(&residual)
-                .map(|(p, &r)| round(round(*p) + f64::from(r)))
-                .collect();
-            let what = format!("{n} x {k}, {rows} rows");
-            assert_twice(&what, &to_bf16(&got.residual), &plain, &exact);
-            let weigh = |x: &[f64], rounding: fn(f64) -> f64| -> Vec<f64> {
-                let weighed = x.iter().enumerate();
-                weighed
-                    .map(|(i, x)| rounding(x * f64::from(norm[i % n])))
-                    .collect()
-            };
-            assert_twice(
-                &format!("{what}, normed"),
-                &got.normed,
-                &weigh(&plain, round),
-                &weigh(&exact, |x| x),
+    for (n, k) in cuda_graphs::cases([(64, 64), (80, 192), (320, 832), (2560, 128), (1024, 3072)]) {
+        for rows in cuda_graphs::cases([1, 17, 32, 33, 48, 63, 64, 65, 80, 96]) {
+            check_residual(&gpu, &Summers::Wide(&products), &mut rng, "wide", [rows, n, k]);
+        }
+        let products = clusters(&gpu, n);
+        for rows in cuda_graphs::cases([97, 100, 128, 129, 150, 192, 201, 256]) {
+            check_residual(
+                &gpu,
+                &Summers::Clusters(&products),
+                &mut rng,
+                "clusters",
+                [rows, n, k],
             );
-            let columns = got.squares.len() / n.div_ceil(64);
-            for (row, residual) in got.residual.chunks(n).enumerate() {
-                let sum: f32 = (0..n.div_ceil(64))
-                    .map(|slot| got.squares[slot * columns + row])
-                    .sum();
-                let exact: f32 = residual.iter().map(|x| x * x).sum();
-                assert!(
-                    (sum - exact).abs() <= 1e-5 * exact,
-                    "{what}, row {row}: {sum}, {exact}"
-                );
-            }
         }
     }
 }
@@ -305,19 +356,22 @@ fn a_row_gives_the_same_bits_in_every_batch_of_a_form_and_at_every_run() {
     let weight = bf16s(&mut rng, n * k, 1.0 / (k as f32).sqrt());
     let norm = normals(&mut rng, n, 1.0);
     let bits = |values: &[f32]| -> Vec<u32> { values.iter().map(|x| x.to_bits()).collect() };
-    for (fewer, most) in std::iter::once(0)
-        .chain(FORMS)
-        .zip(FORMS)
-        .filter(|form| form.1 <= 128)
-    {
+    let cluster_products = clusters(&gpu, n);
+    let forms = std::iter::once(0).chain(FORMS).zip(FORMS);
+    let cases = forms.flat_map(|(fewer, most)| {
+        let wide = (most <= 96).then_some(Summers::Wide(&products));
+        let clusters = (most > 96).then_some(Summers::Clusters(&cluster_products));
+        (wide.into_iter().chain(clusters)).map(move |summers| (fewer, most, summers))
+    });
+    for (fewer, most, summers) in cases {
         let x = bf16s(&mut rng, most * k, 1.0);
         let residual = normals(&mut rng, most * n, 1.0);
-        let whole = run_residual(&gpu, &products, most, [&weight, &x], [&residual, &norm]);
+        let whole = run_residual(&gpu, &summers, most, [&weight, &x], [&residual, &norm]);
         for _ in 0..20 {
             let rows = rng.random_range(fewer + 1..=most);
             let first = rng.random_range(0..=most - rows);
             let (x, residual) = (&x[first * k..][..rows * k], &residual[first * n..][..rows * n]);
-            let part = run_residual(&gpu, &products, rows, [&weight, x], [residual, &norm]);
+            let part = run_residual(&gpu, &summers, rows, [&weight, x], [residual, &norm]);
             let same = bits(&part.residual) == bits(&whole.residual[first * n..][..rows * n]);
             assert!(same, "{rows} of {most} rows, from {first}");
             assert_eq!(part.normed, whole.normed[first * n..][..rows * n]);
@@ -464,11 +518,26 @@ fn shapes_that_the_kernels_cannot_take_are_refused() {
         products.run(&gpu.stream, &op).unwrap_err().to_string()
     };
     assert!(refused(65, 64 * 64, 65 * 64, 65 * 64).contains("65 rows"));
-    assert!(refused(129, 64 * 64, 129 * 64, 129 * 64).contains("129 rows"));
+    assert!(refused(97, 64 * 64, 97 * 64, 97 * 64).contains("97 rows"));
     assert!(refused(0, 64 * 64, 0, 0).contains("0 rows"));
     assert!(refused(20, 64 * 32, 20 * 32, 20 * 64).contains("64 rows of 32 columns"));
     assert!(refused(20, 24 * 64, 20 * 64, 20 * 24).contains("24 rows of 64 columns"));
     assert!(refused(20, 64 * 64, 20 * 64, 20 * 63).contains("output"));
+    let clusters = clusters(&gpu, 64);
+    let output = StageOutput::F32(out.slice(..100 * 64).unwrap());
+    let refused_by_clusters = |rows: usize, weights: usize, inputs: usize| {
+        let op = ClusterProductOp {
+            rows,
+            weight: weight.slice(..weights).unwrap(),
+            input: input.slice(..inputs).unwrap(),
+            output,
+        };
+        clusters.run(&gpu.stream, &op).unwrap_err().to_string()
+    };
+    assert!(refused_by_clusters(96, 64 * 64, 96 * 64).contains("96 rows"));
+    assert!(refused_by_clusters(100, 64 * 32, 100 * 32).contains("32 columns"));
+    assert!(refused_by_clusters(100, 63 * 64, 100 * 64).contains("weight"));
+    assert!(refused_by_clusters(100, 64 * 64, 100 * 64).contains("output"));
     let gate_up = GateUp::load(&gpu.compiler, &gpu.device, 32, 256)
         .unwrap()
         .unwrap();

@@ -44,7 +44,7 @@ impl CudaBackend {
             &RmsNorm {
                 residual: w.residual.slice(..rows * hidden)?,
                 // Kernels with the residual sum inside have added it already.
-                delta: match self.in_four_bit_layers() || self.wide_served().down {
+                delta: match self.in_four_bit_layers() || self.wide_served().down.is_ours() {
                     true => None,
                     false => Some(w.delta.slice(..rows * hidden)?),
                 },
@@ -247,8 +247,8 @@ impl Backend for CudaBackend {
         let served = self.wide_served();
         let inside = self.in_any_layers()
             || match norm {
-                Norm::Attention => served.down,
-                Norm::Mlp => served.o,
+                Norm::Attention => served.down.is_ours(),
+                Norm::Mlp => served.o.is_ours(),
             };
         if self.skips(Stage::Norm) || (inside && (layer, norm) != (0, Norm::Attention)) {
             return Ok(());

@@ -1,5 +1,6 @@
 //! The products of a decode step of 17 to 256 rows by kernels of our own, with norms, SiLU and residual sums within them, where
-//! these are faster than cuBLASLt with kernels between: see `kernels/wide_product.cuh` and `kernels/gate_up.cuh`.
+//! these are faster than cuBLASLt with kernels between: see `kernels/wide_product.cuh`, `kernels/gate_up.cuh` and
+//! `kernels/cluster_product.cuh`.
 //!
 //! ```text
 //!   embed, norm ─▶ QKV, rope 0 ─▶ attention 0 ─▶ O 0 ─▶ gate+up 0 ─▶ down 0 ─▶ QKV, rope 1 ─▶ … ─▶ head
@@ -12,44 +13,73 @@ use cuda_graphs::{Compiler, Device, DeviceBuffer, DeviceSlice};
 
 use super::{CudaBackend, CudaOptions, Rows};
 use crate::launch::{
-    GATE_UP_ROWS, GateUp, GateUpOp, RowScale, StageOutput, WIDE_ALL_KINDS, WIDE_HEAD_DIM, WIDE_ROWS,
-    WideProductOp, WideProducts,
+    ClusterProduct, ClusterProductOp, GATE_UP_ROWS, GateUp, GateUpOp, RowScale, StageOutput, WIDE_ALL_KINDS,
+    WIDE_HEAD_DIM, WIDE_ROWS, WideProductOp, WideProducts,
 };
 use crate::{FusedMatrix, Qwen3Config, Result};
 
 /// Rows that anything of this serves.
 const ROWS: std::ops::RangeInclusive<usize> = 17..=*GATE_UP_ROWS.end();
 
+/// Who makes a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Maker {
+    Library,
+    /// `kernels/wide_product.cuh`.
+    Wide,
+    /// O and down alone: `kernels/cluster_product.cuh`.
+    Clusters,
+}
+
+impl Maker {
+    pub(super) const fn is_ours(self) -> bool {
+        !matches!(self, Self::Library)
+    }
+}
+
 /// Which products of a step go through our kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Served {
-    pub qkv: bool,
+    pub qkv: Maker,
     /// Only with `gate_up`, which then scales.
-    pub o: bool,
+    pub o: Maker,
     pub gate_up: bool,
-    pub down: bool,
+    pub down: Maker,
     pub head: bool,
 }
 
 impl Served {
+    const NONE: Self = Self {
+        qkv: Maker::Library,
+        o: Maker::Library,
+        gate_up: false,
+        down: Maker::Library,
+        head: false,
+    };
+
     /// What is faster by our kernels for so many rows; measured on an H200, see docs/performance.md.
     const fn of(rows: usize) -> Self {
-        let few = rows <= WIDE_ALL_KINDS;
+        use Maker::{Clusters, Library, Wide};
+        let [qkv, o, down] = match rows {
+            ..=64 => [Wide; 3],
+            65..=96 => [Library, Wide, Wide],
+            _ => [Library, Library, Clusters],
+        };
         Self {
-            qkv: few,
-            o: rows <= 96,
-            gate_up: rows <= 224,
-            down: rows <= 128,
-            head: few,
+            qkv,
+            o,
+            gate_up: true,
+            down,
+            head: rows <= WIDE_ALL_KINDS,
         }
     }
 
     pub(super) const fn has(self, matrix: FusedMatrix) -> bool {
         match matrix {
-            FusedMatrix::Qkv => self.qkv,
-            FusedMatrix::O => self.o,
+            FusedMatrix::Qkv => self.qkv.is_ours(),
+            FusedMatrix::O => self.o.is_ours(),
             FusedMatrix::GateUp => self.gate_up,
-            FusedMatrix::Down => self.down,
+            FusedMatrix::Down => self.down.is_ours(),
         }
     }
 }
@@ -59,6 +89,7 @@ impl Served {
 pub(super) struct Wide {
     products: WideProducts,
     gate_up: GateUp,
+    clusters: ClusterProduct,
     /// After O and after down.
     squares: DeviceBuffer<f32>,
     /// Whether QKV has the rotation and the write of keys and values inside.
@@ -84,6 +115,9 @@ impl Wide {
         let Some(products) = WideProducts::load(compiler, device, rows)? else {
             return Ok(None);
         };
+        let Some(clusters) = ClusterProduct::load(compiler, device, hidden, rows)? else {
+            return Ok(None);
+        };
         let ropes = config.head_dim == WIDE_HEAD_DIM && products.takes(config.qkv_size(), hidden, true);
         let all = products.takes(config.qkv_size(), hidden, false)
             && products.takes(hidden, config.q_size(), true)
@@ -94,17 +128,28 @@ impl Wide {
             return Ok(None);
         }
         let most = rows.min(*WIDE_ROWS.end());
-        let squares = DeviceBuffer::zeroed(device, products.squares_len(most, hidden))?;
+        let len = (*ROWS.start()..=rows).map(|rows| {
+            let wide = products.squares_len(rows.min(most), hidden);
+            wide.max(clusters.squares_len(rows))
+        });
+        let squares = DeviceBuffer::zeroed(device, len.max().unwrap_or(0))?;
         Ok(Some(Self {
             products,
             gate_up,
+            clusters,
             squares,
             ropes,
         }))
     }
 
-    fn squares(&self, rows: usize, hidden: usize) -> Result<DeviceSlice<'_, f32>> {
-        Ok(self.squares.slice(..self.products.squares_len(rows, hidden))?)
+    /// What a product by `maker` leaves behind it: sums of squares, and how many a row has; none by the library.
+    fn squares(&self, maker: Maker, rows: usize, hidden: usize) -> Result<(DeviceSlice<'_, f32>, usize)> {
+        let (len, parts) = match maker {
+            Maker::Library => (0, 0),
+            Maker::Wide => (self.products.squares_len(rows, hidden), hidden.div_ceil(64)),
+            Maker::Clusters => (self.clusters.squares_len(rows), self.clusters.squares_parts(rows)),
+        };
+        Ok((self.squares.slice(..len)?, parts))
     }
 }
 
@@ -124,33 +169,29 @@ impl CudaBackend {
 
     /// Which products of the present rows go through our kernels.
     pub(super) fn wide_served(&self) -> Served {
-        const NONE: Served = Served {
-            qkv: false,
-            o: false,
-            gate_up: false,
-            down: false,
-            head: false,
-        };
-        self.wide().map_or(NONE, |(_, _, served)| served)
+        self.wide().map_or(Served::NONE, |(_, _, served)| served)
     }
 
     /// Whether QKV of the present rows has the rotation and the write of keys and values inside.
     pub(super) fn in_wide_qkv(&self) -> bool {
         self.wide()
-            .is_some_and(|(wide, _, served)| served.qkv && wide.ropes)
+            .is_some_and(|(wide, _, served)| served.qkv == Maker::Wide && wide.ropes)
     }
 
     /// By what the rows of a QKV product of cuBLASLt have yet to be scaled: our down projection has left them so.
     pub(super) fn wide_row_scale(&self, layer: usize) -> Result<Option<RowScale<'_>>> {
-        let Some((wide, rows, _)) = self.wide().filter(|(_, _, served)| served.down && !served.qkv) else {
+        let unscaled = |served: Served| served.down.is_ours() && !served.qkv.is_ours();
+        let Some((wide, rows, served)) = self.wide().filter(|&(_, _, served)| unscaled(served)) else {
             return Ok(None);
         };
         if layer == 0 {
             return Ok(None);
         }
         let width = self.config.hidden_size;
+        let (squares, parts) = wide.squares(served.down, rows, width)?;
         Ok(Some(RowScale {
-            squares: wide.squares(rows, width)?,
+            squares,
+            parts,
             width,
             eps: self.config.rms_norm_eps as f32,
         }))
@@ -168,9 +209,11 @@ impl CudaBackend {
         let (config, w) = (&self.config, &self.workspace);
         let (hidden, weights) = (config.hidden_size, &self.weights.layers[layer]);
         let normed = w.normed.slice(..rows * hidden)?;
-        // None of so many rows that nothing leaves any.
-        let squares = wide.squares(rows, hidden)?;
-        let to_residual = |norm| -> Result<StageOutput<'_>> {
+        let (after_o, after_down) = (
+            wide.squares(served.o, rows, hidden)?.0,
+            wide.squares(served.down, rows, hidden)?.0,
+        );
+        let to_residual = |norm, squares| -> Result<StageOutput<'_>> {
             Ok(StageOutput::Residual {
                 residual: w.residual.slice(..rows * hidden)?,
                 norm,
@@ -183,34 +226,53 @@ impl CudaBackend {
             Some(next) => &next.input_norm,
             None => &self.weights.norm,
         };
-        let (input, squares, output) = match matrix {
+        let (maker, input, squares, output) = match matrix {
             // The first norm is a kernel of its own, which scales; so is every norm before a product of cuBLASLt's.
             FusedMatrix::Qkv => (
+                served.qkv,
                 normed,
-                (layer > 0 && served.down).then_some(squares),
+                (layer > 0 && served.down.is_ours()).then_some(after_down),
                 StageOutput::Bf16(w.qkv.slice(..rows * config.qkv_size())?),
             ),
             FusedMatrix::O => (
+                served.o,
                 w.mixed.slice(..rows * config.q_size())?,
                 None,
-                to_residual(weights.post_attention_norm.as_slice())?,
+                to_residual(weights.post_attention_norm.as_slice(), after_o)?,
             ),
-            FusedMatrix::GateUp if rows <= WIDE_ALL_KINDS => {
-                (normed, served.o.then_some(squares), StageOutput::Gated(gated))
-            }
+            FusedMatrix::GateUp if rows <= WIDE_ALL_KINDS => (
+                Maker::Wide,
+                normed,
+                served.o.is_ours().then_some(after_o),
+                StageOutput::Gated(gated),
+            ),
             FusedMatrix::GateUp => {
                 let op = GateUpOp {
                     rows,
                     weight: weights.matrix(matrix).as_slice(),
                     input: normed,
-                    squares: served.o.then_some(squares),
+                    squares: served.o.is_ours().then_some(after_o),
                     eps: config.rms_norm_eps as f32,
                     out: gated,
                 };
                 return wide.gate_up.run(&self.stream, &op);
             }
-            FusedMatrix::Down => (gated, None, to_residual(next_norm.as_slice())?),
+            FusedMatrix::Down => (
+                served.down,
+                gated,
+                None,
+                to_residual(next_norm.as_slice(), after_down)?,
+            ),
         };
+        if maker == Maker::Clusters {
+            let op = ClusterProductOp {
+                rows,
+                weight: weights.matrix(matrix).as_slice(),
+                input,
+                output,
+            };
+            return wide.clusters.run(&self.stream, &op);
+        }
         let op = WideProductOp {
             rows,
             weight: weights.matrix(matrix).as_slice(),
@@ -235,8 +297,8 @@ impl CudaBackend {
             weight: self.weights.head().as_slice(),
             input: w.normed.slice(..rows * hidden)?,
             squares: match served.down {
-                true => Some(wide.squares(rows, hidden)?),
-                false => None,
+                Maker::Library => None,
+                maker => Some(wide.squares(maker, rows, hidden)?.0),
             },
             eps: config.rms_norm_eps as f32,
             output: StageOutput::F32(w.logits.slice(..rows * config.vocab_size)?),

@@ -129,9 +129,8 @@ pub struct GateUpOp<'a> {
     pub weight: DeviceSlice<'a, bf16>,
     /// `[rows, K]`.
     pub input: DeviceSlice<'a, bf16>,
-    /// Sums of squares that belong to `input`: the product is divided by the root of their mean. As
-    /// [`WideProducts::squares_len`](super::WideProducts::squares_len) says, with as many columns as `rows` are padded to: 96,
-    /// 128, 192 or 256.
+    /// Sums of squares that belong to `input`: the product is divided by the root of their mean. `[parts, columns]` with any
+    /// number of parts, and as many columns as `rows` are padded to: 96, 128, 192 or 256.
     pub squares: Option<DeviceSlice<'a, f32>>,
     /// Added to the mean square.
     pub eps: f32,
@@ -152,7 +151,8 @@ struct GateUpParams {
     tiles: u32,
     inverse_k: f32,
     eps: f32,
-    unused: [u32; 6],
+    parts: u32,
+    unused: [u32; 5],
 }
 
 /// The kernels for one width, loaded on one device.
@@ -213,8 +213,9 @@ impl GateUp {
         same("output", op.out.len(), rows * self.inner)?;
         aligned("weight", op.weight.ptr(), 16)?;
         aligned("output", op.out.ptr(), 8)?;
+        let parts = op.squares.map_or(0, |squares| squares.len() / form.columns);
         if let Some(squares) = op.squares {
-            same("squares", squares.len(), k / CHUNK * form.columns)?;
+            same("squares", squares.len(), parts.max(1) * form.columns)?;
             stream.keep_memory(squares);
         }
         for buffer in [op.weight, op.input, op.out] {
@@ -232,6 +233,7 @@ impl GateUp {
             tiles: small("tiles", tiles)?,
             inverse_k: 1.0 / k as f32,
             eps: op.eps,
+            parts: small("parts", parts)?,
             ..Zeroable::zeroed()
         };
         let config = LaunchConfig::new(self.blocks.min(tiles) as u32, form.threads() as u32)

@@ -45,9 +45,11 @@ pub struct QkvRopeWrite<'a> {
 /// The norm that a product's input still lacked: rows of the product are divided by the root of its mean square.
 #[derive(Debug, Clone, Copy)]
 pub struct RowScale<'a> {
-    /// Sums of squares of 64 columns each: `[width / 64, columns]`, with at least as many columns as there are rows.
+    /// Sums of squares of some columns each: `[parts, columns]`, with at least as many columns as there are rows.
     pub squares: DeviceSlice<'a, f32>,
-    /// Columns of the product's input, a multiple of 64.
+    /// Sums of a row.
+    pub parts: usize,
+    /// Columns of the product's input.
     pub width: usize,
     /// Added to the mean square.
     pub eps: f32,
@@ -59,7 +61,7 @@ pub struct RowScale<'a> {
 pub(super) struct QkvRopeWriteLaunch {
     heads: QkvRopeWriteParams,
     squares: u64,
-    chunks: u32,
+    parts: u32,
     columns: u32,
     inverse_k: f32,
     eps: f32,
@@ -78,10 +80,8 @@ impl QkvRopeWriteLaunch {
                 ..Zeroable::zeroed()
             });
         };
-        let chunks = scale.width / 64;
-        let columns = scale.squares.len().checked_div(chunks).unwrap_or(0);
-        same("width", scale.width, chunks * 64)?;
-        same("squares", scale.squares.len(), chunks * columns)?;
+        let columns = scale.squares.len().checked_div(scale.parts).unwrap_or(0);
+        same("squares", scale.squares.len(), scale.parts * columns)?;
         if columns < heads.rows as usize {
             return refuse(
                 "squares",
@@ -92,7 +92,7 @@ impl QkvRopeWriteLaunch {
         Ok(Self {
             heads,
             squares: scale.squares.ptr(),
-            chunks: small("width", chunks)?,
+            parts: small("parts", scale.parts)?,
             columns: small("columns", columns)?,
             inverse_k: 1.0 / scale.width as f32,
             eps: scale.eps,

@@ -1,4 +1,4 @@
-//! The launch of `kernels/wide_product.cuh`: one matrix product of a decode step of 17 to 128 rows, with what lies between
+//! The launch of `kernels/wide_product.cuh`: one matrix product of a decode step of 17 to 96 rows, with what lies between
 //! it and its neighbours. See there for how it works and why.
 
 use bytemuck::{Pod, Zeroable};
@@ -59,9 +59,8 @@ const FORMS: [Form; WIDE_COLUMNS.len()] = [
     Form::new(WIDE_COLUMNS[0], [12, 6], 3),
     Form::new(WIDE_COLUMNS[1], [9, 7], 3),
     Form::new(WIDE_COLUMNS[2], [8, 7], 3),
-    Form::new(WIDE_COLUMNS[3], [7, 6], 3),
 ];
-const WIDE_COLUMNS: [usize; 4] = [32, 64, 96, 128];
+const WIDE_COLUMNS: [usize; 3] = [32, 64, 96];
 /// Up to so many rows every kind of product has a kernel, beyond it [`StageOutput::Residual`] alone.
 pub const WIDE_ALL_KINDS: usize = 64;
 

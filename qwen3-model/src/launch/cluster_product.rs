@@ -1,0 +1,348 @@
+//! The launch of `kernels/cluster_product.cuh`: a product of a decode step of 97 to 256 rows whose inner dimension is shared by
+//! the blocks of a cluster, with what lies between it and its neighbours.
+
+use bytemuck::{Pod, Zeroable};
+use cuda_graphs::{
+    Arch, Archs, Compiler, Device, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
+    Swizzle, TensorElement, TensorMap, TensorMapSpec,
+};
+use half::bf16;
+
+use super::decode_layers::HOPPER;
+use super::stage_output::StageOutput;
+use super::wgmma::product_header;
+use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COMMON, WIDE_ROWS, input_map, needed};
+use super::{COMMON, aligned, refuse, same, small};
+use crate::Result;
+
+const CLUSTER: Header = Header::new(
+    "cluster_product.cuh",
+    include_str!("../../kernels/cluster_product.cuh"),
+);
+
+/// Batch rows that kernels are compiled for.
+const ROWS: [usize; 3] = [128, 192, 256];
+/// Batch rows of a block at most: beyond, two blocks share the weights of a tile.
+const MOST_COLUMNS: usize = 128;
+/// Most rows of the weight in a tile: half as many registers hold a thread's sums.
+const MOST_TILE_ROWS: usize = 192;
+/// Blocks that share the inner dimension; measured on an H200, see docs/performance.md.
+const SPLITS: usize = 4;
+/// Registers of a thread at most: ten warps, which are given registers by fours.
+const REGISTERS: u32 = 168;
+
+/// Fewest and most batch rows. With fewer [`WideProducts`](super::WideProducts) are faster.
+pub const CLUSTER_ROWS: std::ops::RangeInclusive<usize> = *WIDE_ROWS.end() + 1..=ROWS[ROWS.len() - 1];
+
+/// A specialisation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Form {
+    /// Batch rows; fewer are padded.
+    rows: usize,
+    /// Rows of the weight in a tile.
+    tile_rows: usize,
+    /// Blocks that share the inner dimension.
+    splits: usize,
+}
+
+impl Form {
+    /// The form for a weight of `n` rows on a device of so many multiprocessors.
+    fn new(rows: usize, n: usize, multiprocessors: usize) -> Self {
+        let mut form = Self {
+            rows,
+            tile_rows: 0,
+            splits: SPLITS,
+        };
+        let (clusters, quantum) = (
+            clusters_at_once(form.blocks(), multiprocessors),
+            8 * form.halves(),
+        );
+        let rounds = n.div_ceil(clusters * MOST_TILE_ROWS);
+        form.tile_rows = n.div_ceil(clusters * rounds).next_multiple_of(quantum);
+        form
+    }
+
+    /// Blocks that share the weights of a tile, each with so many of the batch rows.
+    const fn halves(&self) -> usize {
+        if self.rows > MOST_COLUMNS { 2 } else { 1 }
+    }
+
+    const fn columns(&self) -> usize {
+        self.rows / self.halves()
+    }
+
+    /// Of a cluster.
+    const fn blocks(&self) -> usize {
+        self.splits * self.halves()
+    }
+
+    const fn groups(&self) -> usize {
+        self.columns().div_ceil(64)
+    }
+
+    /// As `ClusterMemory::THREADS` in the kernel.
+    const fn threads(&self) -> usize {
+        self.groups() * 128 + 64
+    }
+
+    const fn w_slot(&self) -> usize {
+        self.tile_rows * 2 * CHUNK
+    }
+
+    const fn x_slot(&self) -> usize {
+        self.columns() * 2 * CHUNK
+    }
+
+    /// Slots of the ring of activations and of the ring of weights: about as many of each as fit, eight at most.
+    fn slots(&self) -> (usize, usize) {
+        let padding = (self.groups() * 64 - self.columns()) * 2 * CHUNK;
+        let room = SHARED_BYTES - 1024 - padding;
+        let x_slots = (room / (self.w_slot() + self.x_slot())).min(8);
+        let w_slots = ((room - x_slots * self.x_slot()) / self.w_slot()).min(8);
+        let more = room - w_slots * self.w_slot() - x_slots * self.x_slot();
+        (w_slots, (x_slots + more / self.x_slot()).min(8))
+    }
+
+    /// Slots of weights that are on their way at once; measured on an H200: more delay what comes after them.
+    const fn flying(&self) -> usize {
+        if self.tile_rows > 128 { 3 } else { 4 }
+    }
+
+    /// As `ClusterMemory::BYTES` in the kernel.
+    fn shared_bytes(&self) -> usize {
+        let (w_slots, x_slots) = self.slots();
+        let padding = (self.groups() * 64 - self.columns()) * 2 * CHUNK;
+        let rings = w_slots * self.w_slot() + x_slots * self.x_slot() + padding;
+        let sums = (self.splits - 1) * self.tile_rows.div_ceil(8 * self.splits) * self.groups() * 128 * 16;
+        rings.max(sums) + 16 * (w_slots + x_slots) + 8
+    }
+
+    fn spec(&self) -> KernelSpec {
+        let (w_slots, x_slots) = self.slots();
+        KernelSpec::new(
+            format!(
+                "cluster_product<{}, {}, {}>",
+                self.rows, self.tile_rows, self.splits
+            ),
+            include_str!("../../kernels/cluster_product.cu"),
+        )
+        .headers([
+            COMMON,
+            HOPPER,
+            WGMMA,
+            product_header(self.tile_rows / 8),
+            WIDE_COMMON,
+            CLUSTER,
+        ])
+        .define("OF_COLUMNS", self.columns())
+        .define("OF_TILE", self.tile_rows)
+        .define("OF_SPLITS", self.splits)
+        .define("OF_HALVES", self.halves())
+        .define("OF_W_SLOTS", w_slots)
+        .define("OF_X_SLOTS", x_slots)
+        .define("OF_W_FLYING", self.flying())
+        .archs(Archs::Only(vec![Arch::SM_90A]))
+        .entry("cluster_product", Limits::registers(REGISTERS))
+    }
+}
+
+/// Clusters of so many blocks that a device runs at once, one block a multiprocessor: those of a cluster are neighbours, so
+/// that a few are left over. Of an H200's 132 there are 15 of eight and 30 of four.
+fn clusters_at_once(blocks: usize, multiprocessors: usize) -> usize {
+    (multiprocessors / blocks * 15 / 16).max(1)
+}
+
+/// Every specialisation, for Qwen3-4B on an H200: kernels are checked by these where there is no device.
+pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
+    ROWS.into_iter().map(|rows| Form::new(rows, 2560, 132).spec())
+}
+
+/// One product with what is around it: `residual += input · weightᵀ`, and what the norm that follows needs.
+#[derive(Debug, Clone, Copy)]
+pub struct ClusterProductOp<'a> {
+    /// Batch rows, one of [`CLUSTER_ROWS`].
+    pub rows: usize,
+    /// `[n, K]`, row-major; K a multiple of 64.
+    pub weight: DeviceSlice<'a, bf16>,
+    /// `[rows, K]`.
+    pub input: DeviceSlice<'a, bf16>,
+    /// Where it goes: [`StageOutput::Residual`], with squares of [`ClusterProduct::squares_len`].
+    pub output: StageOutput<'a>,
+}
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct ClusterParams {
+    w_map: TensorMap,
+    x_map: TensorMap,
+    residual: u64,
+    norm: u64,
+    normed: u64,
+    squares: u64,
+    rows: u32,
+    units: u32,
+    chunks: u32,
+    unused: [u32; 5],
+}
+
+/// The kernels for weights of one number of rows, loaded on one device.
+#[derive(Debug)]
+pub struct ClusterProduct {
+    kernels: Vec<(Form, Kernel)>,
+    n: usize,
+}
+
+impl ClusterProduct {
+    /// Compiles and loads the kernels for weights of `n` rows and up to `max_rows` batch rows (those of [`CLUSTER_ROWS`] if it
+    /// is more), or takes them from the compiler's cache. `None` on a device that cannot run them and for an `n` that is
+    /// no multiple of 8.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn load(compiler: &Compiler, device: &Device, n: usize, max_rows: usize) -> Result<Option<Self>> {
+        let multiprocessors = device.info().multiprocessors as usize;
+        if device.arch() != Arch::SM_90A || n == 0 || !n.is_multiple_of(8) || multiprocessors < 8 {
+            return Ok(None);
+        }
+        let rows = &ROWS[..needed(&ROWS, *CLUSTER_ROWS.start(), max_rows)];
+        let forms: Vec<Form> = rows
+            .iter()
+            .map(|&rows| Form::new(rows, n, multiprocessors))
+            .collect();
+        let specs: Vec<_> = forms.iter().map(Form::spec).collect();
+        let modules = compiler.load_all(device, &specs)?;
+        let kernel = |module: &cuda_graphs::Module| Ok(module.kernel("cluster_product")?);
+        let kernels: Vec<Kernel> = modules.iter().map(kernel).collect::<Result<_>>()?;
+        Ok(Some(Self {
+            kernels: forms.into_iter().zip(kernels).collect(),
+            n,
+        }))
+    }
+
+    fn form(&self, rows: usize) -> Option<&(Form, Kernel)> {
+        let fits = |form: &Form| CLUSTER_ROWS.contains(&rows) && rows <= form.rows;
+        self.kernels.iter().find(|(form, _)| fits(form))
+    }
+
+    /// What `rows` are rounded up to: 128, 192 or 256; 0 for a number that is not possible.
+    pub fn padded_rows(&self, rows: usize) -> usize {
+        self.form(rows).map_or(0, |(form, _)| form.rows)
+    }
+
+    /// Sums of squares of a row that [`StageOutput::Residual`] leaves; 0 for a number of rows that is not possible.
+    pub fn squares_parts(&self, rows: usize) -> usize {
+        self.form(rows)
+            .map_or(0, |(form, _)| self.n.div_ceil(form.tile_rows) * form.splits)
+    }
+
+    /// Elements of the sums of squares that [`StageOutput::Residual`] leaves: `[parts, padded rows]`.
+    pub fn squares_len(&self, rows: usize) -> usize {
+        self.squares_parts(rows) * self.padded_rows(rows)
+    }
+
+    /// Gives one launch to `stream`. Weights may be read before the kernels ahead in the stream have ended: whoever writes
+    /// weights must wait for the device before more work is given to the stream.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) for lengths that do not fit each other;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn run(&self, stream: &Stream, op: &ClusterProductOp<'_>) -> Result<()> {
+        let rows = op.rows;
+        let Some((form, kernel)) = self.form(rows) else {
+            return refuse("rows", format!("{rows} rows at once are not possible"));
+        };
+        let k = op.input.len() / rows;
+        if k == 0 || !k.is_multiple_of(CHUNK) {
+            return refuse("input", format!("of {k} columns is not possible"));
+        }
+        same("input", op.input.len(), rows * k)?;
+        same("weight", op.weight.len(), self.n * k)?;
+        aligned("weight", op.weight.ptr(), 16)?;
+        if !matches!(op.output, StageOutput::Residual { .. }) {
+            return refuse("output", "is not the residual stream".into());
+        }
+        let output = op.output.accept(stream, rows, self.n, self.squares_len(rows))?;
+        for (what, at) in [
+            ("residual", output.out),
+            ("norm", output.norm),
+            ("normed", output.normed),
+        ] {
+            aligned(what, at, 8)?;
+        }
+        for buffer in [op.weight, op.input] {
+            stream.keep_memory(buffer);
+        }
+        let params = ClusterParams {
+            w_map: weight_map(op.weight, self.n, k, form)?,
+            x_map: input_map(op.input, rows, k, form.columns())?,
+            residual: output.out,
+            norm: output.norm,
+            normed: output.normed,
+            squares: output.squares_out,
+            rows: small("rows", rows)?,
+            units: small("columns", self.n)?,
+            chunks: small("chunks", k / CHUNK)?,
+            unused: [0; 5],
+        };
+        let grid = self.n.div_ceil(form.tile_rows) * form.blocks();
+        let config = LaunchConfig::new(small("blocks", grid)?, form.threads() as u32)
+            .dynamic_shared_bytes(form.shared_bytes() as u32)
+            .cluster([form.blocks() as u32, 1, 1])
+            .programmatic(true);
+        // SAFETY: every buffer has the length that the kernel gives it, checked here and in `StageOutput::accept`, and is kept
+        // by a capture; the kernel writes rows and columns that exist alone. Blocks wait for those of their cluster, which run
+        // at the same time, and for no others.
+        Ok(unsafe { kernel.launch(stream, &config, &params) }?)
+    }
+}
+
+/// A row-major `[n, k]` matrix in boxes of 64 columns and what one block fetches of a tile.
+fn weight_map(weight: DeviceSlice<'_, bf16>, n: usize, k: usize, form: &Form) -> Result<TensorMap> {
+    let spec = TensorMapSpec {
+        element: TensorElement::Bf16,
+        dims: &[k as u64, n as u64],
+        strides: &[2 * k as u64],
+        box_dims: &[CHUNK as u32, (form.tile_rows / form.halves()) as u32],
+        swizzle: Swizzle::Bytes128,
+    };
+    Ok(TensorMap::tiled(weight, &spec)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_the_weight_and_shared_memory_fits_a_multiprocessor() {
+        for n in [8, 64, 1024, 2560, 4096, 5120, 6144, 10_240] {
+            for rows in ROWS {
+                for multiprocessors in [8, 78, 132] {
+                    let form = Form::new(rows, n, multiprocessors);
+                    assert!(form.blocks() <= 8, "{form:?}");
+                    assert!(
+                        form.tile_rows.is_multiple_of(8 * form.halves()) && form.tile_rows <= MOST_TILE_ROWS,
+                        "{n}: {form:?}"
+                    );
+                    let (w_slots, x_slots) = form.slots();
+                    assert!(
+                        w_slots > form.flying() && x_slots >= 4,
+                        "{form:?}: {w_slots}, {x_slots}"
+                    );
+                    assert!(form.shared_bytes() <= SHARED_BYTES, "{form:?}");
+                }
+            }
+        }
+        assert_eq!(size_of::<ClusterParams>(), 320);
+    }
+
+    #[test]
+    fn tiles_of_an_h200_fill_its_clusters_once() {
+        let tiles = |rows| {
+            let form = Form::new(rows, 2560, 132);
+            (2560_usize.div_ceil(form.tile_rows), form.tile_rows, form.blocks())
+        };
+        assert_eq!(tiles(128), (30, 88, 4));
+        assert_eq!(tiles(192), (15, 176, 8));
+        assert_eq!(tiles(256), (15, 176, 8));
+    }
+}
