@@ -7,6 +7,7 @@ use qwen3_model::{KernelOptions, QuantType, Qwen3Config, Weights};
 
 use super::BenchArgs;
 use super::growth::TIMED;
+use super::workload::{LENGTHS, prompt_len};
 use crate::builder::RunnerSettings;
 use crate::cli::CliError;
 use crate::cuda_runner::{CudaRunner, CudaSettings};
@@ -201,9 +202,7 @@ fn settings(args: &BenchArgs, largest: usize, options: &TunedOptions) -> (PoolSe
     };
     let max_seq_length = args.max_seq_length.unwrap_or(longest);
     let max_batch_size = args.max_batch_size.unwrap_or(largest);
-    let pages = max_batch_size
-        .saturating_mul(max_seq_length.div_ceil(page_size))
-        .saturating_add(1);
+    let pages = pages(args, largest, max_batch_size, page_size);
     let pool = PoolSettings {
         max_batch_size: Some(max_batch_size),
         max_seq_length: Some(max_seq_length),
@@ -215,4 +214,58 @@ fn settings(args: &BenchArgs, largest: usize, options: &TunedOptions) -> (PoolSe
         max_prefill_tokens: args.max_prefill_tokens.or(options.max_prefill_tokens),
     };
     (pool, args.kernels.options().or(options.kernels))
+}
+
+/// Pages that the `at_once` longest of `sequences` sequences fill, those that completions share counted for each, and page 0.
+fn pages(args: &BenchArgs, sequences: usize, at_once: usize, page_size: usize) -> usize {
+    let pages_of = |i: usize| {
+        let prompt = args
+            .prompt_tokens
+            .unwrap_or_else(|| prompt_len(i / args.group_size));
+        prompt.saturating_add(args.max_new_tokens).div_ceil(page_size)
+    };
+    // Among so many there are `at_once` of the greatest length; more at once are refused later.
+    let enough = at_once
+        .min(1 << 16)
+        .saturating_mul(LENGTHS)
+        .saturating_mul(args.group_size);
+    let mut each: Vec<usize> = (0..sequences.min(enough)).map(pages_of).collect();
+    each.sort_unstable_by(|a, b| b.cmp(a));
+    let longest = each.into_iter().take(at_once);
+    longest.fold(1, usize::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: BenchArgs,
+    }
+
+    #[test]
+    fn the_pool_holds_the_sequences_that_run_at_once() {
+        let pages_of = |flags: &str, sequences, at_once, page_size| {
+            let args = Command::parse_from(std::iter::once("bench").chain(flags.split_whitespace())).args;
+            pages(&args, sequences, at_once, page_size)
+        };
+        // By adding up the pages of each prompt of the common workload.
+        assert_eq!(pages_of("", 64, 64, 64), 704);
+        assert_eq!(
+            pages_of("", 64, 64, 1),
+            1 + (0..64).map(|i| prompt_len(i) + 512).sum::<usize>()
+        );
+        assert_eq!(
+            pages_of("--prompt-tokens 2000 --max-new-tokens 96", 64, 64, 64),
+            1 + 64 * 33
+        );
+        // The longest of those that come one after the other; completions of one prompt are as long as each other.
+        assert_eq!(pages_of("", 193, 2, 64), 1 + 2 * 12);
+        assert_eq!(pages_of("", usize::MAX, 2, 64), 1 + 2 * 12);
+        assert_eq!(pages_of("--group-size 8", 8, 8, 64), 1 + 8 * 9);
+    }
 }

@@ -57,9 +57,17 @@ pub(super) struct StepAt {
 /// Prompt `i`, of `tokens` tokens if that is given.
 pub(in crate::cli) fn prompt(i: usize, tokens: Option<usize>, vocab: usize) -> Vec<u32> {
     // Ids of the common workload where the vocabulary has them, else wrapped into it.
-    (0..tokens.unwrap_or(64 + i * 37 % 193))
+    (0..tokens.unwrap_or_else(|| prompt_len(i)))
         .map(|j| ((1000 + (i * 7919 + j * 104_729) % 140_000) % vocab) as u32)
         .collect()
+}
+
+/// Lengths of the common workload's prompts come again after so many.
+pub(super) const LENGTHS: usize = 193;
+
+/// Tokens of prompt `i` of the common workload.
+pub(super) fn prompt_len(i: usize) -> usize {
+    64 + i * 37 % LENGTHS
 }
 
 /// Prompts that are submitted at once, and what one run of them gave.
