@@ -139,19 +139,37 @@ fn write_number(out: &mut String, value: &Value, special: [&str; 3]) {
 
 /// `repr(float)`: the shortest digits that read back the same; an exponent from 1e16 on and below 1e-4.
 fn float_repr(number: f64) -> String {
-    let scientific = format!("{number:e}");
+    let shortest = format!("{number:e}");
+    let n_digits = shortest
+        .split('e')
+        .next()
+        .map_or(0, |digits| digits.chars().filter(char::is_ascii_digit).count());
+    // Of two that are equally short and near Python takes the even one, as rounding to so many digits does.
+    let even = format!("{number:.*e}", n_digits.saturating_sub(1));
+    let scientific = match even.parse() == Ok(number) {
+        true => even,
+        false => shortest,
+    };
     let Some((digits, exponent)) = scientific.split_once('e') else {
         return scientific;
     };
     let exponent: i32 = exponent.parse().unwrap_or(0);
-    if number == 0.0 || (-4..16).contains(&exponent) {
-        format!("{number:?}")
-    } else {
-        format!(
-            "{digits}e{}{:02}",
-            if exponent < 0 { '-' } else { '+' },
-            exponent.abs()
-        )
+    if number != 0.0 && !(-4..16).contains(&exponent) {
+        let sign = if exponent < 0 { '-' } else { '+' };
+        return format!("{digits}e{sign}{:02}", exponent.abs());
+    }
+    let (sign, digits) = match digits.strip_prefix('-') {
+        Some(digits) => ("-", digits),
+        None => ("", digits),
+    };
+    let digits = digits.replace('.', "");
+    match usize::try_from(exponent) {
+        Err(_) => {
+            let zeros = "0".repeat(exponent.unsigned_abs() as usize - 1);
+            format!("{sign}0.{zeros}{digits}")
+        }
+        Ok(whole) if digits.len() <= whole + 1 => format!("{sign}{digits:0<width$}.0", width = whole + 1),
+        Ok(whole) => format!("{sign}{}.{}", &digits[..=whole], &digits[whole + 1..]),
     }
 }
 
@@ -262,6 +280,15 @@ mod tests {
             (
                 "[9579015.799741179, 29596969789.342854, 7.011164773394663e-11, 0.30000000000000004]",
                 "[9579015.799741179, 29596969789.342854, 7.011164773394663e-11, 0.30000000000000004]",
+            ),
+            // Half-way between two decimals that read back the same.
+            (
+                "[2242484753866457.25, -2242484753866457.75, 5e-324, 9007199254740993.0]",
+                "[2242484753866457.2, -2242484753866457.8, 5e-324, 9007199254740992.0]",
+            ),
+            (
+                "[0.0, -0.0, 1.0, -12.5, 100.0, 0.001, 123456789.0, 1e15, 9999999999999998.0, 0.00012]",
+                "[0.0, -0.0, 1.0, -12.5, 100.0, 0.001, 123456789.0, 1000000000000000.0, 9999999999999998.0, 0.00012]",
             ),
             (
                 r#"["<a href='x'>&amp;</a>", "é世🌍", "\u0001\u007f\b\f\n\r\t\"\\/"]"#,
