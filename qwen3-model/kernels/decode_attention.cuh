@@ -4,14 +4,15 @@
 //   item     (row, K/V head, split of its tokens), dealt to the blocks in turn
 //   granule  16 tokens: one warp at a time, warp w takes granules w, w + 8, ... of an item
 //
-// Keys and values go straight from memory into the operands of the products: with 16 bytes a lane, the elements of a head are
-// taken in another order than they lie in, the same for both operands.
+// Keys and values of tokens before this step's come through the warps' rings, like weights: see decode_stream.cuh. A granule is
+// a box of keys and one of values, each as it lies in memory. Tokens, and the elements of a head, go into the operands of the
+// products in another order than they lie in, the same for both operands. Of two pieces of 16 bytes that a lane loads one after
+// the other every second lane takes the other one first, so that fewer lanes meet a bank.
 //
-//   scores  [16 tokens, 8 heads]  = K [16, D] Qᵀ [D, 8]        lane (g, t): tokens g, g + 8, elements 32 j + 8 t ...
-//   sum     [D, 8 heads]         += Vᵀ [D, 16] Pᵀ [16, 8]      lane (g, t): tokens 2 t, +1, +8, +9, elements 64 h + 8 g ...
+//   scores  [16 tokens, 8 heads]  = K [16, D] Qᵀ [D, 8]        lane (g, t): tokens 4 (g / 2) + g % 2, + 2, elements 32 j + 8 t ...
+//   sum     [D, 8 heads]         += Vᵀ [D, 16] Pᵀ [16, 8]      lane (g, t): tokens 4 t, + 1, + 2, + 3, elements 16 g ...
 //
-// The first granule of each warp, and the keys of its second, are on their way before the step's own queries are there. The
-// warps' sums meet in shared memory, in the order of the warps. A row of several splits leaves its parts in `partial`; each of
+// The warps' sums meet in shared memory, in the order of the warps. A row of several splits leaves its parts in `partial`; each of
 // their blocks adds them up for a share of the columns. So the order of every sum depends on the row's length and on the sizes
 // of splits alone.
 #pragma once
@@ -20,12 +21,14 @@
 
 #define GRANULE 16
 #define MAX_GROUP 8
-#define MAX_SPLIT 3968 // tokens: 31 granules a warp and the newest token, whose pages a warp's lanes hold
+#define MAX_SPLIT 8192 // tokens: a row of few others is cut finer, one beside many is not, so that items fill a round of blocks
+#define KV_BOX (GRANULE * HEAD_DIM * 2) // bytes of a box of keys or values
 #define NEG_INFINITY __uint_as_float(0xff800000u)
 
 struct Attention {
     const u64* qkv;        // [rows, (group + 2) kv_heads, HEAD_DIM]: all q, then k, then v; words, see store_word
     u16* mixed;            // [rows, group * kv_heads, HEAD_DIM]
+    u32* mixed_words;      // the same of a single row, words
     const int* positions;  // [rows]
     const int* slots;      // [rows]; 0 is padding
     const int* page_table; // [n_slots, max_pages], -1 for no page
@@ -53,28 +56,31 @@ struct AttentionLayer {
     u16* v;
 };
 
-// Row `lane` of the batch, as every lane of a warp knows its own.
+// A row of the batch.
 struct AttentionRow {
     u32 slot, position, length, split, first_item, items;
 };
 
-__device__ __forceinline__ AttentionRow attention_row(const Attention& p, u32 rows, u32 lane, u32& total) {
+__device__ __forceinline__ AttentionRow attention_row(const Attention& p, u32 row) {
     AttentionRow r;
     u32 old = 0; // tokens but the newest
-    r.slot = r.position = r.length = r.items = 0;
-    r.split = p.split;
-    if (lane < rows) {
-        r.slot = (u32)p.slots[lane];
-        r.position = (u32)p.positions[lane];
-        if (r.slot >= p.n_slots) r.slot = 0;
-        const u32 most = p.max_pages << p.page_shift;
-        if (r.slot > 0) r.length = min(r.position + 1, most), old = min(r.position, most);
-        // Equal splits, in granules: the blocks that share a row end together, whatever its length.
-        const u32 equal = ((old + p.few_splits - 1) / p.few_splits + 15) & ~15u;
-        r.split = min(max(p.split, equal), (u32)MAX_SPLIT);
-        const u32 splits = max((old + r.split - 1) / r.split, 1u);
-        r.items = min(splits, p.max_splits) * p.kv_heads;
-    }
+    r.length = r.first_item = 0;
+    r.slot = (u32)p.slots[row];
+    r.position = (u32)p.positions[row];
+    if (r.slot >= p.n_slots) r.slot = 0;
+    const u32 most = p.max_pages << p.page_shift;
+    if (r.slot > 0) r.length = min(r.position + 1, most), old = min(r.position, most);
+    // Equal splits, in granules: the blocks that share a row end together, whatever its length.
+    const u32 equal = ((old + p.few_splits - 1) / p.few_splits + 15) & ~15u;
+    r.split = min(max(p.split, equal), (u32)MAX_SPLIT);
+    const u32 splits = max((old + r.split - 1) / r.split, 1u);
+    r.items = min(splits, p.max_splits) * p.kv_heads;
+    return r;
+}
+// Row `lane`, as every lane of a warp knows its own.
+__device__ __forceinline__ AttentionRow attention_row_of_lane(const Attention& p, u32 rows, u32 lane, u32& total) {
+    AttentionRow r = {0, 0, 0, p.split, 0, 0};
+    if (lane < rows) r = attention_row(p, lane);
     u32 sum = r.items;
 #pragma unroll
     for (u32 d = 1; d < 32; d *= 2) {
@@ -90,20 +96,38 @@ struct AttentionItem {
     u32 row, slot, position, head, split, splits, start, end;
 };
 
-__device__ __forceinline__ AttentionItem attention_item(const Attention& p, const AttentionRow& r, u32 number) {
+// Item `inside` of a row.
+__device__ __forceinline__ AttentionItem item_of_row(const Attention& p, u32 row, const AttentionRow& r, u32 inside) {
     AttentionItem i;
-    i.row = 31 - __clz(__ballot_sync(FULL_WARP, r.items > 0 && r.first_item <= number));
-    i.slot = __shfl_sync(FULL_WARP, r.slot, i.row);
-    i.position = __shfl_sync(FULL_WARP, r.position, i.row);
-    const u32 length = __shfl_sync(FULL_WARP, r.length, i.row);
-    const u32 inside = number - __shfl_sync(FULL_WARP, r.first_item, i.row);
-    i.splits = __shfl_sync(FULL_WARP, r.items, i.row) / p.kv_heads;
+    i.row = row, i.slot = r.slot, i.position = r.position;
+    i.splits = r.items / p.kv_heads;
     i.split = inside / p.kv_heads;
     i.head = inside - i.split * p.kv_heads;
-    const u32 tokens = __shfl_sync(FULL_WARP, r.split, i.row);
-    i.start = i.split * tokens;
-    i.end = i.split + 1 == i.splits ? length : min(length, i.start + tokens);
+    i.start = i.split * r.split;
+    i.end = i.split + 1 == i.splits ? r.length : min(r.length, i.start + r.split);
     return i;
+}
+// Item `number` of all, by a warp whose lanes know the rows.
+__device__ __forceinline__ AttentionItem attention_item(const Attention& p, const AttentionRow& mine, u32 number) {
+    const u32 row = 31 - __clz(__ballot_sync(FULL_WARP, mine.items > 0 && mine.first_item <= number));
+    AttentionRow r;
+    r.slot = __shfl_sync(FULL_WARP, mine.slot, row);
+    r.position = __shfl_sync(FULL_WARP, mine.position, row);
+    r.length = __shfl_sync(FULL_WARP, mine.length, row);
+    r.split = __shfl_sync(FULL_WARP, mine.split, row);
+    r.items = __shfl_sync(FULL_WARP, mine.items, row);
+    return item_of_row(p, row, r, number - __shfl_sync(FULL_WARP, mine.first_item, row));
+}
+// The same by one lane.
+__device__ __forceinline__ AttentionItem attention_item_alone(const Attention& p, u32 rows, u32 number) {
+    u32 row = 0;
+    AttentionRow r = attention_row(p, 0);
+#pragma unroll 1
+    while (number >= r.items && row + 1 < rows) {
+        number -= r.items;
+        r = attention_row(p, ++row);
+    }
+    return item_of_row(p, row, r, number);
 }
 
 // The page of this lane's granule, counted from `token` in steps of `step`; -1 past the end.
@@ -113,54 +137,18 @@ __device__ __forceinline__ int attention_pages(const Attention& p, const Attenti
     if (mine < item.end) page = p.page_table[(u64)item.slot * p.max_pages + (mine >> p.page_shift)];
     return (u64)page < p.tokens_per_head >> p.page_shift ? page : -1;
 }
-__device__ __forceinline__ u64 attention_offset(const Attention& p, u32 head, int page, u32 token) {
-    const u64 at = ((u64)(u32)page << p.page_shift) | (token & ((1u << p.page_shift) - 1));
-    return (head * p.tokens_per_head + at) * HEAD_DIM;
+// Where a token lies from its head's first element on, in elements.
+__device__ __forceinline__ u64 attention_offset(const Attention& p, int page, u32 token) {
+    return (((u64)(u32)page << p.page_shift) | (token & ((1u << p.page_shift) - 1))) * HEAD_DIM;
 }
 
-// A granule in registers.
-struct Granule {
-    uint4 k[HEAD_DIM / 32][2];    // [j][token g, g + 8]
-    uint4 v[HEAD_DIM / 64][4];    // [half][token 2t, 2t + 1, 2t + 8, 2t + 9]
-};
-
-__device__ __forceinline__ u32 value_token(u32 lane, u32 i) { return (lane & 3) * 2 + (i & 1) + (i >> 1) * 8; }
-
-__device__ __forceinline__ void load_keys(Granule& x, const u16* k, u64 at, u32 token, u32 end, u32 lane) {
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-        const u32 mine = (lane >> 2) + i * 8;
-        const u16* from = k + at + mine * HEAD_DIM + (lane & 3) * 8;
-#pragma unroll
-        for (u32 j = 0; j < HEAD_DIM / 32; ++j)
-            x.k[j][i] = token + mine < end ? load_once(from + j * 32) : make_uint4(0, 0, 0, 0);
-    }
-}
-__device__ __forceinline__ void load_values(Granule& x, const u16* v, u64 at, u32 token, u32 end, u32 lane) {
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-        const u32 mine = value_token(lane, i);
-        const u16* from = v + at + mine * HEAD_DIM + (lane >> 2) * 8;
-#pragma unroll
-        for (u32 h = 0; h < HEAD_DIM / 64; ++h)
-            x.v[h][i] = token + mine < end ? load_once(from + h * 64) : make_uint4(0, 0, 0, 0);
-    }
-}
-
-// The keys of a granule into shared memory, where each lane reads back what it asked for itself.
-__device__ __forceinline__ void stage_keys(u32 stage, const u16* k, u64 at, u32 token, u32 end, u32 lane) {
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-        const u32 mine = (lane >> 2) + i * 8;
-        const u16* from = k + at + mine * HEAD_DIM + (lane & 3) * 8;
-#pragma unroll
-        for (u32 j = 0; j < HEAD_DIM / 32; ++j) copy_16(stage + (j * 2 + i) * 512, from + j * 32, token + mine < end);
-    }
-}
+// Tokens of a granule: of row `lane / 4 + 8 i` of the keys, and those that lane `lane` has of the values.
+__device__ __forceinline__ u32 key_token(u32 lane, u32 i) { return (lane >> 3) * 4 + (lane >> 2 & 1) + i * 2; }
+__device__ __forceinline__ u32 value_token(u32 lane, u32 i) { return (lane & 3) * 4 + i; }
 
 // Shared memory of the stage. `sums` lies where activations come in, which nobody uses meanwhile.
 struct AttentionShared {
-    float* sums;     // [WARPS][MAX_GROUP][HEAD_DIM], groups of four exchanged by the head; before, a warp's keys
+    float* sums;     // [WARPS][MAX_GROUP][HEAD_DIM], groups of four exchanged by the head
     u16* q;          // [MAX_GROUP][HEAD_DIM + 8]
     u16* k;          // [HEAD_DIM], the newest token's
     u16* v;          // [HEAD_DIM]
@@ -207,7 +195,7 @@ __device__ __forceinline__ void attention_heads(const Attention& p, const Attent
         if (task >= p.group) {
             const int page = p.page_table[(u64)item.slot * p.max_pages + (item.position >> p.page_shift)];
             if ((u64)page >= p.tokens_per_head >> p.page_shift) continue; // no such page: ran past its end
-            u16* cache = (task == p.group ? layer.k : layer.v) + attention_offset(p, item.head, page, item.position);
+            u16* cache = (task == p.group ? layer.k : layer.v) + item.head * p.tokens_per_head * HEAD_DIM + attention_offset(p, page, item.position);
             reinterpret_cast<u32*>(cache)[lane] = low;
             reinterpret_cast<u32*>(cache + HEAD_DIM / 2)[lane] = high;
         }
@@ -216,6 +204,16 @@ __device__ __forceinline__ void attention_heads(const Attention& p, const Attent
 
 __device__ __forceinline__ void matrix_warps_sync() {
     asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
+}
+
+// Two results.
+__device__ __forceinline__ void store_mixed(const Attention& p, u64 at, u32 pair, u32 use) {
+#if SINGLE
+    const u32 tag = tag_of(use) << 16;
+    store_pair(p.mixed_words + at, pair & 0xffff | tag, pair >> 16 | tag);
+#else
+    *reinterpret_cast<u32*>(p.mixed + at) = pair;
+#endif
 }
 
 // Adds the parts of a row and head, a share of the columns in the block of each split. Splits lie side by side in the lanes of a
@@ -268,8 +266,13 @@ __device__ __forceinline__ void attention_merge(const Attention& p, const Attent
         if (way == 0 && unit < end) {
             const float inverse = total > 0.f ? 1.f / total : 0.f;
             const u64 at = ((u64)(item.row * p.kv_heads + item.head) * p.group + in_group) * HEAD_DIM + column;
-            *reinterpret_cast<uint2*>(p.mixed + at) =
-                make_uint2(pack_bf16(x[0] * inverse, x[1] * inverse), pack_bf16(x[2] * inverse, x[3] * inverse));
+            const u32 low = pack_bf16(x[0] * inverse, x[1] * inverse), high = pack_bf16(x[2] * inverse, x[3] * inverse);
+#if SINGLE
+            store_mixed(p, at, low, use);
+            store_mixed(p, at + 2, high, use);
+#else
+            *reinterpret_cast<uint2*>(p.mixed + at) = make_uint2(low, high);
+#endif
         }
     }
 }
@@ -280,46 +283,58 @@ struct AttentionWork {
     u32 total;          // items of all rows
 };
 
-// Returns the pages of the block's first item, of this lane's granules.
-__device__ __forceinline__ int attention_work(const Attention& p, u32 rows, u32 warp, u32 lane, AttentionWork* work) {
+// Returns the pages of the block's first item, of this lane's granules. `found` is the barrier that is passed when `work` is there.
+__device__ __forceinline__ int attention_work(const Attention& p, u32 rows, u32 warp, u32 lane, AttentionWork* work, u32 found) {
     u32 total;
-    const AttentionRow row = attention_row(p, rows, lane, total);
+    const AttentionRow row = attention_row_of_lane(p, rows, lane, total);
     const AttentionItem item = attention_item(p, row, min(blockIdx.x, total - 1));
-    if (warp == 0 && lane == 0) work->item = item, work->total = total;
+    if (warp == 0 && lane == 0) {
+        work->item = item, work->total = total;
+        barrier_arrive_many(found, 1);
+    }
     return attention_pages(p, item, item.start + warp * GRANULE, WARPS * GRANULE, lane);
 }
 
-// The stage, by the warps that multiply. `use` is the number that the layer's words bear; `read` is the barrier that is
-// passed when the block has read its first item: until then weights do not come, so that keys and values come sooner.
+__device__ __forceinline__ void exchange_if(bool exchange, uint4& a, uint4& b) {
+    const uint4 x = exchange ? b : a, y = exchange ? a : b;
+    a = x, b = y;
+}
+
+// Waits for the box that comes next in a warp's ring, of keys or values, and says where it lies.
+__device__ __forceinline__ u32 granule_box(u32 base, u32 warp, u32& tail, const Place& taken) {
+    const u32 place = ring_place(tail, KV_BOX);
+    barrier_wait(full_barrier(base, warp, taken.at), taken.parity);
+    tail = place + KV_BOX;
+    return base + RINGS + warp * RING_BYTES + place;
+}
+// Gives its place back.
+__device__ __forceinline__ void granule_box_read(u32 base, u32 warp, u32 lane, Place& taken) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive_many(empty_barrier(base, warp, taken.at), 1);
+    taken.advance(1, MAX_BOXES);
+}
+
+// The stage, by the warps that multiply. `use` is the number that the layer's words bear; `tail` and `taken` say where a warp is
+// in its ring.
 __device__ __forceinline__ void attention_stage(const Attention& p, const AttentionLayer& layer, const AttentionWork* work,
-                                                int pages, u32 rows, float eps, u32 use, u32 read,
-                                                const AttentionShared& s, u32 warp, u32 lane) {
+                                                int first_pages, u32 rows, float eps, u32 use, u32 base,
+                                                const AttentionShared& s, u32& tail, Place& taken, u32 warp, u32 lane) {
     const u32 g = lane >> 2, t = lane & 3, thread = warp * 32 + lane;
     AttentionItem item = work->item;
     const u32 total = work->total;
 #pragma unroll 1
     for (u32 number = blockIdx.x; number < total; number += gridDim.x) {
         const u32 step = WARPS * GRANULE;
+        int pages = first_pages; // of 32 granules, one a lane
         if (number != blockIdx.x) {
             u32 all;
-            item = attention_item(p, attention_row(p, rows, lane, all), number);
+            item = attention_item(p, attention_row_of_lane(p, rows, lane, all), number);
             pages = attention_pages(p, item, item.start + warp * GRANULE, step, lane);
         }
         const u32 first = item.start + warp * GRANULE;
         // The newest token's key and value are not in the cache yet.
         const u32 old_end = min(item.end, item.position);
         const bool newest = item.slot > 0 && item.position >= item.start && item.position < item.end;
-        Granule x;
-        int page = __shfl_sync(FULL_WARP, pages, 0);
-        u64 at = attention_offset(p, item.head, max(page, 0), first);
-        load_keys(x, layer.k, at, first, page < 0 ? 0 : old_end, lane);
-        load_values(x, layer.v, at, first, page < 0 ? 0 : old_end, lane);
-        const u32 stage = shared_address(s.sums) + (warp * MAX_GROUP * HEAD_DIM + lane * 4) * 4;
-        if (first + step < item.end) {
-            const int second = __shfl_sync(FULL_WARP, pages, 1);
-            const u64 second_at = attention_offset(p, item.head, max(second, 0), first + step);
-            stage_keys(stage, layer.k, second_at, first + step, second < 0 ? 0 : old_end, lane);
-        }
         attention_heads(p, layer, item, newest, eps, use, s, warp, lane);
         matrix_warps_sync();
 
@@ -331,39 +346,76 @@ __device__ __forceinline__ void attention_stage(const Attention& p, const Attent
             for (u32 e = 0; e < 4; ++e) sum[m][e] = 0.f;
         u32 i = 0;
 #pragma unroll 1
-        for (u32 token = first; token < item.end; token += step) {
-            const bool mapped = page >= 0;
-            // The granule that comes next is asked for as soon as its registers are free.
-            const u32 next = token + step;
-            ++i;
-            const int next_page = __shfl_sync(FULL_WARP, pages, i & 31);
-            const u64 next_at = attention_offset(p, item.head, max(next_page, 0), next);
-            const u32 next_end = next_page < 0 ? 0 : old_end;
-            if (newest && item.position - token < GRANULE) {
-                const u32 place = item.position - token;
-#pragma unroll
-                for (u32 k = 0; k < 2; ++k)
-                    if (g + k * 8 == place)
-#pragma unroll
-                        for (u32 j = 0; j < HEAD_DIM / 32; ++j) x.k[j][k] = *reinterpret_cast<const uint4*>(s.k + j * 32 + t * 8);
-#pragma unroll
-                for (u32 k = 0; k < 4; ++k)
-                    if (value_token(lane, k) == place)
-#pragma unroll
-                        for (u32 h = 0; h < HEAD_DIM / 64; ++h) x.v[h][k] = *reinterpret_cast<const uint4*>(s.v + h * 64 + g * 8);
+        for (u32 token = first; token < item.end; token += step, ++i) {
+            if (i == 32) {
+                i = 0;
+                pages = attention_pages(p, item, token, step, lane);
             }
+            const bool mapped = __shfl_sync(FULL_WARP, pages, i) >= 0;
+            const u32 old = mapped && token < old_end ? old_end - token : 0; // tokens of it that come through the ring, or more
+            const bool has_newest = newest && item.position - token < GRANULE;
+            const u32 newest_at = item.position - token;
+            uint4 k[HEAD_DIM / 32][2], v[HEAD_DIM / 64][4];
+            if (old > 0) {
+                const u32 from = granule_box(base, warp, tail, taken) + t * 16;
+#pragma unroll
+                for (u32 n = 0; n < 2; ++n)
+#pragma unroll
+                    for (u32 j = 0; j < HEAD_DIM / 32; ++j) {
+                        const u32 mine = key_token(lane, n);
+                        k[j][n] = mine < old ? load_shared(from + mine * (HEAD_DIM * 2) + (j ^ g & 1) * 64) : make_uint4(0, 0, 0, 0);
+                    }
+#pragma unroll
+                for (u32 n = 0; n < 2; ++n)
+#pragma unroll
+                    for (u32 j = 0; j < HEAD_DIM / 32; j += 2) exchange_if(g & 1, k[j][n], k[j + 1][n]);
+                granule_box_read(base, warp, lane, taken);
+            } else {
+#pragma unroll
+                for (u32 n = 0; n < 2; ++n)
+#pragma unroll
+                    for (u32 j = 0; j < HEAD_DIM / 32; ++j) k[j][n] = make_uint4(0, 0, 0, 0);
+            }
+            if (has_newest)
+#pragma unroll
+                for (u32 n = 0; n < 2; ++n)
+                    if (key_token(lane, n) == newest_at)
+#pragma unroll
+                        for (u32 j = 0; j < HEAD_DIM / 32; ++j) k[j][n] = *reinterpret_cast<const uint4*>(s.k + j * 32 + t * 8);
             float score[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
             for (u32 j = 0; j < HEAD_DIM / 32; ++j) {
-                const uint4 low = x.k[j][0], high = x.k[j][1], of = q[j * 4];
+                const uint4 low = k[j][0], high = k[j][1], of = q[j * 4];
                 const u32 a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
                 mma(score, a, of.x, of.y);
                 mma(score, b, of.z, of.w);
             }
+            if (old > 0) {
+                const u32 from = granule_box(base, warp, tail, taken) + t * (4 * HEAD_DIM * 2) + g * 32;
+#pragma unroll
+                for (u32 n = 0; n < 4; ++n)
+#pragma unroll
+                    for (u32 h = 0; h < HEAD_DIM / 64; ++h)
+                        v[h][n] = value_token(lane, n) < old ? load_shared(from + n * (HEAD_DIM * 2) + (h ^ t & 1) * 16) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+                for (u32 n = 0; n < 4; ++n) exchange_if(t & 1, v[0][n], v[1][n]);
+                granule_box_read(base, warp, lane, taken);
+            } else {
+#pragma unroll
+                for (u32 n = 0; n < 4; ++n)
+#pragma unroll
+                    for (u32 h = 0; h < HEAD_DIM / 64; ++h) v[h][n] = make_uint4(0, 0, 0, 0);
+            }
+            if (has_newest)
+#pragma unroll
+                for (u32 n = 0; n < 4; ++n)
+                    if (value_token(lane, n) == newest_at)
+#pragma unroll
+                        for (u32 h = 0; h < HEAD_DIM / 64; ++h) v[h][n] = *reinterpret_cast<const uint4*>(s.v + g * 16 + h * 8);
             float rescale[2];
 #pragma unroll
             for (u32 e = 0; e < 4; ++e) {
-                const u32 mine = token + g + (e >> 1) * 8;
+                const u32 mine = token + key_token(lane, e >> 1);
                 score[e] = mapped && mine < item.end ? __fmul_rn(score[e], p.scale) : NEG_INFINITY;
             }
 #pragma unroll
@@ -383,38 +435,24 @@ __device__ __forceinline__ void attention_stage(const Attention& p, const Attent
             const u32 w0 = transpose(pack_bf16(score[0], score[1])), w1 = transpose(pack_bf16(score[2], score[3]));
 #pragma unroll
             for (u32 h = 0; h < HEAD_DIM / 64; ++h) {
-                const u32 v[4][4] = {{x.v[h][0].x, x.v[h][0].y, x.v[h][0].z, x.v[h][0].w},
-                                     {x.v[h][1].x, x.v[h][1].y, x.v[h][1].z, x.v[h][1].w},
-                                     {x.v[h][2].x, x.v[h][2].y, x.v[h][2].z, x.v[h][2].w},
-                                     {x.v[h][3].x, x.v[h][3].y, x.v[h][3].z, x.v[h][3].w}};
+                const u32 of[4][4] = {{v[h][0].x, v[h][0].y, v[h][0].z, v[h][0].w},
+                                      {v[h][1].x, v[h][1].y, v[h][1].z, v[h][1].w},
+                                      {v[h][2].x, v[h][2].y, v[h][2].z, v[h][2].w},
+                                      {v[h][3].x, v[h][3].y, v[h][3].z, v[h][3].w}};
 #pragma unroll
-                for (u32 r = 0; r < 4; ++r) { // elements 64 h + 8 g + 2 r in rows g, the one after it in rows g + 8
-                    const u32 a[4] = {__byte_perm(v[0][r], v[1][r], 0x5410), __byte_perm(v[0][r], v[1][r], 0x7632),
-                                      __byte_perm(v[2][r], v[3][r], 0x5410), __byte_perm(v[2][r], v[3][r], 0x7632)};
+                for (u32 r = 0; r < 4; ++r) { // elements 16 g + 8 h + 2 r in rows g, the one after it in rows g + 8
+                    const u32 a[4] = {__byte_perm(of[0][r], of[1][r], 0x5410), __byte_perm(of[0][r], of[1][r], 0x7632),
+                                      __byte_perm(of[2][r], of[3][r], 0x5410), __byte_perm(of[2][r], of[3][r], 0x7632)};
                     float(&d)[4] = sum[h * 4 + r];
 #pragma unroll
                     for (u32 e = 0; e < 4; ++e) d[e] *= rescale[e & 1];
                     mma(d, a, w0, w1);
                 }
             }
-            if (next < item.end) {
-                load_values(x, layer.v, next_at, next, next_end, lane);
-                copies_wait();
-#pragma unroll
-                for (u32 k = 0; k < 2; ++k)
-#pragma unroll
-                    for (u32 j = 0; j < HEAD_DIM / 32; ++j) x.k[j][k] = load_shared(stage + (j * 2 + k) * 512);
-                const u32 after = next + step;
-                if (after < item.end) {
-                    const int after_page = __shfl_sync(FULL_WARP, pages, i + 1 & 31);
-                    const u64 after_at = attention_offset(p, item.head, max(after_page, 0), after);
-                    stage_keys(stage, layer.k, after_at, after, after_page < 0 ? 0 : old_end, lane);
-                }
-            }
-            page = next_page;
         }
 
-        if (number == blockIdx.x && thread == 0) barrier_arrive_many(read, 1);
+        // All items' keys and values are taken, or nearly so in other warps.
+        if (number + gridDim.x >= total && thread == 0) barrier_arrive_many(base + BARRIERS + STAGE_TAKEN * 8, 1);
         // Sums of the warps, heads 2 t and 2 t + 1 of each lane.
         const u32 working = item.end > item.start ? min((item.end - item.start + GRANULE - 1) / GRANULE, (u32)WARPS) : 0;
         __syncwarp();
@@ -435,7 +473,7 @@ __device__ __forceinline__ void attention_stage(const Attention& p, const Attent
                     for (u32 half = 0; half < 2; ++half) {
                         const float(&c)[4] = sum[h * 4 + half * 2];
                         const float(&d)[4] = sum[h * 4 + half * 2 + 1];
-                        to[(h * 16 + g * 2 + half) ^ head] = make_float4(c[e], c[e + 2], d[e], d[e + 2]);
+                        to[(g * 4 + h * 2 + half) ^ head] = make_float4(c[e], c[e + 2], d[e], d[e + 2]);
                     }
             }
         }
@@ -467,7 +505,7 @@ __device__ __forceinline__ void attention_stage(const Attention& p, const Attent
             if (item.splits == 1) {
                 const float inverse = all > 0.f ? 1.f / all : 0.f;
                 const u64 to = ((u64)(item.row * p.kv_heads + item.head) * p.group + in_group) * HEAD_DIM + pair * 2;
-                *reinterpret_cast<u32*>(p.mixed + to) = pack_bf16(a * inverse, b * inverse);
+                store_mixed(p, to, pack_bf16(a * inverse, b * inverse), use);
             } else {
                 store_words(p.partial + (part + in_group) * HEAD_DIM + pair * 2, word_of(__float_as_uint(a), use),
                             word_of(__float_as_uint(b), use));
@@ -483,11 +521,11 @@ __device__ __forceinline__ void attention_stage(const Attention& p, const Attent
     for (u32 number = blockIdx.x; number < total; number += gridDim.x) {
         if (total > gridDim.x) {
             u32 all;
-            item = attention_item(p, attention_row(p, rows, lane, all), number);
+            item = attention_item(p, attention_row_of_lane(p, rows, lane, all), number);
         }
         if (item.splits > 1) attention_merge(p, item, use, thread);
     }
-    if (blockIdx.x >= total && thread == 0) barrier_arrive_many(read, 1);
+    if (blockIdx.x >= total && thread == 0) barrier_arrive_many(base + BARRIERS + STAGE_TAKEN * 8, 1);
     // Whoever has no item need not wait either.
     matrix_warps_sync();
 }

@@ -10,10 +10,11 @@
 //
 // Who does what. There is one block per multiprocessor, and each owns an equal share of the rows of
 // every matrix, so no sum crosses blocks. Eight warps multiply. Each has a ring of its own in shared
-// memory, which a lane of another warp keeps full with boxes of up to 48 rows by 64 columns; no warp
-// waits for another before the sums of a stage meet. A ninth warp brings the activations, in chunks of
-// 64 columns, through a ring that all share, once every block has finished the stage before. Between QKV and O
-// the eight warps compute attention: see decode_attention.cuh.
+// memory, which a lane of another warp keeps full with boxes of up to 48 rows by 64 columns: see
+// decode_stream.cuh; no warp waits for another before the sums of a stage meet. A ninth warp brings the activations, in chunks of
+// 64 columns, through a ring that all share, once every block has finished the stage before; the activations of a single row
+// go another way: see decode_single.cuh. Between QKV and O the eight warps compute attention, of keys and values that come
+// through their rings, too: see decode_attention.cuh.
 //
 //        K: boxes dealt in turn
 //      ┌────┬────┬────┬────┬─
@@ -36,21 +37,24 @@
 //
 // Memory is kept busy, not flooded. A multiprocessor needs some 40 KB on their way to stream at the full rate; more queue up,
 // and whatever else crosses the chip waits behind them. Worst off is the fence that makes a stage's results visible: it waits
-// until all copies of its multiprocessor have arrived. So once a warp is done with a stage its ring asks for nothing until the
-// stage's results are out, or after QKV until the block has read its keys and values, and for little until the next activations
-// have come.
+// until all copies of its multiprocessor have arrived. So a ring asks slowly for boxes of the stage after, for none from when
+// all warps have taken the stage's last boxes until its results are out, and slowly until the next activations have come.
 //
 // Code size matters: instructions are fetched cold. One loop serves all stages. No __trap() here: it keeps the compiler to the
 // registers that a thread has at launch.
 
 #include "hopper.cuh"
 
-#ifndef COLUMNS
-#define COLUMNS 8 // rows of the batch, rounded up: 8 or 16
+
+#ifndef ROWS
+#define ROWS 8 // most rows of the batch: 1, 8 or 16
 #endif
+#define SINGLE (ROWS == 1)
+#define COLUMNS (ROWS > 8 ? 16 : 8) // of the products
 #define WARPS 8 // that multiply
-#define ISSUERS 3 // warps that ask for weights, a lane for each ring: every lane in a warp makes the others' turns longer
-#define BLOCK_WARPS (WARPS + 1 + ISSUERS)
+#define ISSUERS 3 // warps that ask for boxes, a lane for each ring: every lane in a warp makes the others' turns longer
+#define ISSUER_WARP (WARPS + 1)
+#define BLOCK_WARPS (ISSUER_WARP + ISSUERS)
 #define ROW_TILES 3
 #define MAX_BOX_ROWS (ROW_TILES * 16)
 // Of each warp. 24,064 hold four boxes of QKV of Qwen3-4B on 132 multiprocessors, five of gate+up or nine of O and down.
@@ -58,9 +62,17 @@
 #define RING_BYTES (COLUMNS == 8 ? 24064 : 20608)
 #endif
 #define MAX_BOXES 12 // in a ring, at most 16
-// Bytes of a ring on their way at once: while its warp multiplies, and while it waits for activations.
-#define STREAM_BYTES (COLUMNS == 8 ? 12100 : 14400)
-#define WAIT_BYTES 6200
+// Bytes of a ring on their way at once: while its warp takes boxes of a stage of which some are still to be asked for; of later
+// stages meanwhile; of keys and values; after the last box of QKV, and until attention's results are out; after the last box
+// of another stage, and once all warps have taken theirs, until its results are out; and until the next activations come.
+#define STREAM_BYTES (ROWS == 1 ? 16800 : ROWS == 8 ? 20000 : 14400)
+#define TAIL_BYTES (ROWS == 1 ? 4800 : 6200)
+#define KV_BYTES 8500
+#define AHEAD_BYTES 6200
+#define READ_BYTES 6200
+#define AFTER_BYTES (ROWS == 1 ? 4800 : ROWS == 8 ? 9000 : 6200)
+#define QUIET_BYTES (ROWS == 1 ? 6200 : 0)
+#define WAIT_BYTES (ROWS == 1 ? 6200 : ROWS == 8 ? 7700 : 9000)
 // Activations come in groups of X_GROUP chunks, 8 KiB together: their latency, not their bytes, is what counts.
 #define X_GROUP (64 / COLUMNS)
 // Of the groups that are there or on their way: four of eight rows, eight of sixteen, and more of fewer rows, so that a stage
@@ -75,7 +87,7 @@ static_assert(COLUMNS == 8 || (MAX_X_SLOTS % 2 == 0 && X_REGION / 8192 % 2 == 0)
 #define HEAD_DIM 128
 #define MAX_LAYERS 48 // what the parameters of a launch have room for
 #define ROWS_OF_WARP (COLUMNS / WARPS) // in the epilogue
-#define AT_ONCE 3 // results per lane, row and turn of the epilogue
+#define AT_ONCE (SINGLE ? 1 : 3) // results per lane, row and turn of the epilogue
 #define MAX_BLOCKS 160 // multiprocessors
 
 #define RINGS X_REGION
@@ -84,11 +96,34 @@ static_assert(COLUMNS == 8 || (MAX_X_SLOTS % 2 == 0 && X_REGION / 8192 % 2 == 0)
 #define W_EMPTY (W_FULL + WARPS * MAX_BOXES)
 #define STAGE_OUT (W_EMPTY + WARPS * MAX_BOXES)
 #define PASS_OUT (STAGE_OUT + 1)
-#define WORK (BARRIERS + (PASS_OUT + 1) * 8) // of attention
+#define STAGE_TAKEN (PASS_OUT + 1)
+#define WORK_FOUND (BARRIERS + (STAGE_TAKEN + 1) * 8)
+#define WORK (WORK_FOUND + 8) // of attention
 #define SHARED_BYTES (WORK + 40)
 static_assert(SHARED_BYTES <= 232448, "shared memory of a multiprocessor");
 static_assert(RINGS % 128 == 0 && RING_BYTES % 128 == 0 && RING_BYTES / 128 < 256, "boxes lie at multiples of 128 bytes, counted in a byte");
 
+// A warp's ring: boxes of any size one after the other, in the order in which they are taken. A box that does not fit before the
+// end lies at the start.
+__device__ __forceinline__ u32 ring_place(u32 after, u32 bytes) { return after + bytes > RING_BYTES ? 0 : after; }
+// A ring's barriers: a box has come, its warp has taken it.
+__device__ __forceinline__ u32 full_barrier(u32 base, u32 ring, u32 box) { return base + BARRIERS + (W_FULL + ring * MAX_BOXES + box % MAX_BOXES) * 8; }
+__device__ __forceinline__ u32 empty_barrier(u32 base, u32 ring, u32 box) { return base + BARRIERS + (W_EMPTY + ring * MAX_BOXES + box % MAX_BOXES) * 8; }
+
+// Where a warp is in its ring, and in the ring of activations.
+struct Place {
+    u32 at, parity;
+    __device__ __forceinline__ void advance(u32 by, u32 size) {
+        at += by;
+        if (at >= size) at -= size, parity ^= 1;
+    }
+};
+
+#if SINGLE
+#include "decode_single.cuh"
+#else
+#define X_WORDS 0
+#endif
 #include "decode_attention.cuh"
 static_assert(WARPS * 8 * HEAD_DIM * 4 + ATTENTION_SMALL_BYTES <= RINGS, "attention's sums lie where activations do");
 static_assert(WARPS * COLUMNS * SUM_STRIDE * 4 <= X_REGION, "sums of products lie where activations do");
@@ -132,6 +167,8 @@ struct DecodeLayersParams {
     float* squares[2]; // [COLUMNS, blocks] sums of squares of the residual, likewise
     u64* qkv;          // [rows, (group + 2) kv_heads, HEAD_DIM], words
     u16* gated;
+    u32* inputs[4];       // of a single row: input of QKV and head, O, gate+up, down, words
+    u64* square_words[2]; // of a single row: as `squares`, words
     float* logits;
     u32* epoch;    // launches so far
     u32* counters; // [5 * MAX_LAYERS]: blocks that finished each stage, attention being one; none for QKV
@@ -153,114 +190,7 @@ __device__ __forceinline__ u32* counter_of(const DecodeLayersParams& p, u32 stag
     return p.counters + stage / 4 * 5 + (stage & 3) + ((stage & 3) > 0 ? 1 : 0);
 }
 
-// The boxes of one warp, in the order in which it multiplies them, over all stages. What the next copy needs stands in
-// registers: parameters indexed by the stage are slow to read.
-struct Boxes {
-    const char* map;
-    u32 stage, passes_left, pass_rows, row; // stage: of the box that comes next
-    u32 box, first_box, n_boxes, step, bytes;
-
-    // Goes to `stage` or to the first one after it where the warp has a box.
-    __device__ __forceinline__ void enter(const DecodeLayersParams& p, u32 warp) {
-        for (; stage < p.n_stages; ++stage) {
-            const u32 kind = kind_of(p, stage);
-            const Shape& s = p.shapes[kind];
-            const u32 half = kind == GATE_UP ? s.groups / 2 : s.groups, group = warp % s.groups;
-            map = kind == HEAD ? p.head_map : p.layers[stage / 4].w_maps[kind];
-            bytes = s.box_rows * 128;
-            n_boxes = s.chunks;
-            step = WARPS / s.groups;
-            first_box = box = warp / s.groups;
-            pass_rows = half * s.box_rows;
-            passes_left = s.passes;
-            row = share(s.units, blockIdx.x) + (group % half) * s.box_rows + (group >= half ? s.units : 0);
-            if (box < n_boxes) return;
-        }
-    }
-    __device__ __forceinline__ bool done(u32 n_stages) const { return stage >= n_stages; }
-    __device__ __forceinline__ void advance(const DecodeLayersParams& p, u32 warp) {
-        box += step;
-        if (box < n_boxes) return;
-        box = first_box;
-        row += pass_rows;
-        if (--passes_left > 0) return;
-        ++stage;
-        enter(p, warp);
-    }
-};
-
-// A warp's ring: boxes of any size one after the other, in the order in which they are multiplied. A box that does not fit
-// before the end lies at the start.
-__device__ __forceinline__ u32 ring_place(u32 after, u32 bytes) { return after + bytes > RING_BYTES ? 0 : after; }
-// A ring's barriers: a box has come, its warp has taken it.
-__device__ __forceinline__ u32 full_barrier(u32 base, u32 ring, u32 box) { return base + BARRIERS + (W_FULL + ring * MAX_BOXES + box % MAX_BOXES) * 8; }
-__device__ __forceinline__ u32 empty_barrier(u32 base, u32 ring, u32 box) { return base + BARRIERS + (W_EMPTY + ring * MAX_BOXES + box % MAX_BOXES) * 8; }
-
-// How many boxes of a matrix a warp multiplies.
-__device__ __forceinline__ u32 boxes_of(const Shape& s, u32 warp) {
-    const u32 ways = WARPS / s.groups, way = warp / s.groups;
-    return (s.chunks > way ? (s.chunks - way + ways - 1) / ways : 0) * s.passes;
-}
-
-// Keeps a warp's ring full, by one lane.
-__device__ __forceinline__ void bring_weights(const DecodeLayersParams& p, u32 base, u32 ring) {
-    Boxes next;
-    next.stage = 0;
-    next.enter(p, ring);
-    const u32 at = base + RINGS + ring * RING_BYTES;
-    u32 head = 0, tail = 0, issued = 0, arrived = 0, taken = 0; // bytes, boxes
-    u64 ends[2] = {0, 0}; // where the boxes inside end, in 128 bytes, a byte each
-    // The pace: how many boxes each kind of stage has, a byte each; how many the warp has still to take of the stage at which it
-    // is; how many stages' results are out; what may be on its way; whether results are on their way out.
-    u32 counts = 0, left, stages_out = 0, most = STREAM_BYTES;
-    bool quiet = false, paced = true;
-    for (u32 kind = 0; kind < HEAD; ++kind) {
-        const u32 boxes = boxes_of(p.shapes[kind], ring);
-        paced = paced && boxes > 0 && boxes < 256;
-        counts |= (boxes & 0xff) << kind * 8;
-    }
-    left = paced ? counts & 0xff : 0xffffffffu;
-#pragma unroll 1
-    while (!next.done(p.n_stages)) {
-        if (arrived != issued && barrier_reached(full_barrier(base, ring, arrived), arrived / MAX_BOXES & 1)) ++arrived;
-        if (quiet && barrier_reached(base + BARRIERS + STAGE_OUT * 8, stages_out & 1)) quiet = false, ++stages_out, most = WAIT_BYTES;
-        if (taken != issued && barrier_reached(empty_barrier(base, ring, taken), taken / MAX_BOXES & 1)) {
-            tail = (u32)((taken % MAX_BOXES & 8 ? ends[1] : ends[0]) >> (taken % MAX_BOXES & 7) * 8 & 0xff) << 7;
-            ++taken;
-            // A box of the stage after: the results are out, and the barrier may have been passed once more since.
-            if (quiet) quiet = false, ++stages_out;
-            most = STREAM_BYTES;
-            if (--left == 0) {
-                quiet = true;
-                left = stages_out + 1 < 4 * p.n_layers ? counts >> (stages_out + 1 & 3) * 8 & 0xff : 0xffffffffu;
-            }
-        }
-        const u32 bytes = next.bytes, on_the_way = issued - arrived, inside = issued - taken;
-        bool go = !quiet && (on_the_way == 0 || (on_the_way + 1) * bytes <= most);
-        if (inside > 0)
-            go = go && inside < MAX_BOXES && (head > tail ? head + bytes <= RING_BYTES || bytes <= tail : head + bytes <= tail);
-        if (go) {
-            const u32 to = ring_place(head, bytes), barrier = full_barrier(base, ring, issued), byte = (issued % MAX_BOXES & 7) * 8;
-            barrier_expect(barrier, bytes);
-            copy_box3_once(at + to, next.map, 0, next.row, next.box, barrier);
-            head = to + bytes;
-            const u64 place = 0xffull << byte, end = (u64)(head >> 7) << byte;
-            if (issued % MAX_BOXES & 8) ends[1] = (ends[1] & ~place) | end;
-            else ends[0] = (ends[0] & ~place) | end;
-            ++issued;
-            next.advance(p, ring);
-        }
-    }
-}
-
-// Where a warp is in its ring of weights, and in the ring of activations.
-struct Place {
-    u32 at, parity;
-    __device__ __forceinline__ void advance(u32 by, u32 size) {
-        at += by;
-        if (at >= size) at -= size, parity ^= 1;
-    }
-};
+#include "decode_stream.cuh"
 
 // A warp's boxes of one pass, of TILES times 16 rows. All operands of a box are loaded before the first product, so that their
 // latencies overlap: with one box at a time there is nobody else to hide them. Rows past the box are other boxes' and give sums
@@ -270,18 +200,23 @@ __device__ __forceinline__ void multiply(float (&acc)[ROW_TILES][COLUMNS / 8][4]
                                          u32 box_bytes, u32 ways, u32 x_bytes, u32 x_chunks, u32& tail, Place& taken,
                                          Place& chunk) {
     const u32 ring = base + RINGS + warp * RING_BYTES + (lane & 15) * 128;
-    const u32 full = base + BARRIERS + (W_FULL + warp * MAX_BOXES) * 8, x_full = base + BARRIERS;
+    const u32 full = base + BARRIERS + (W_FULL + warp * MAX_BOXES) * 8;
 #pragma unroll 1
     for (; boxes > 0; --boxes) {
         const u32 place = ring_place(tail, box_bytes), w_barrier = full + taken.at * 8;
-        const u32 x_barrier = x_full + chunk.at / X_GROUP * 8;
+#if !SINGLE
+        const u32 x_barrier = base + BARRIERS + chunk.at / X_GROUP * 8;
+#endif
         // Pieces of 16 bytes lie exchanged by the row's number, which 16 rows further on is the same.
         const u32 w_row = ring + place, w = w_row + ((lane >> 4 ^ w_row >> 7 & 7) << 4);
-        const u32 x_row = base + chunk.at * x_bytes + (COLUMNS == 8 ? lane & 7 : (lane >> 4) * 8 + (lane & 7)) * 128;
+        // Of a single row all columns are the same.
+        const u32 x_row = base + chunk.at * x_bytes + (SINGLE ? X_WORDS : (COLUMNS == 8 ? lane & 7 : (lane >> 4) * 8 + (lane & 7)) * 128);
         const u32 x = x_row + (((COLUMNS == 8 ? lane >> 3 : lane >> 3 & 1) ^ x_row >> 7 & 7) << 4);
         u32 a[4][TILES][4], b[COLUMNS / 4][4]; // columns 16 at a time; of eight rows of x 32
         barrier_wait(w_barrier, taken.parity);
+#if !SINGLE
         barrier_wait(x_barrier, chunk.parity);
+#endif
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             if (COLUMNS > 8 || step % 2 == 0) load_matrix4(x ^ step * 32, b[COLUMNS == 8 ? step / 2 : step]);
@@ -294,7 +229,9 @@ __device__ __forceinline__ void multiply(float (&acc)[ROW_TILES][COLUMNS / 8][4]
                 __syncwarp();
                 if (lane == 0) {
                     barrier_arrive_many(w_barrier + WARPS * MAX_BOXES * 8, 1);
+#if !SINGLE
                     barrier_arrive_many(x_barrier + MAX_X_SLOTS * 8, ways);
+#endif
                 }
             }
 #pragma unroll
@@ -308,7 +245,8 @@ __device__ __forceinline__ void multiply(float (&acc)[ROW_TILES][COLUMNS / 8][4]
         }
         tail = place + box_bytes;
         taken.advance(1, MAX_BOXES);
-        chunk.advance(ways, x_chunks);
+        if (SINGLE) chunk.at += ways;
+        else chunk.advance(ways, x_chunks);
     }
 }
 
@@ -321,17 +259,22 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
     const u32 x_bytes = p.x_rows * 128; // of a chunk
     const u32 x_slots = min(X_REGION / (x_bytes * X_GROUP), (u32)MAX_X_SLOTS), x_chunks = x_slots * X_GROUP;
     float* sums = reinterpret_cast<float*>(shared);
+    AttentionWork* const work = reinterpret_cast<AttentionWork*>(shared + WORK);
     pdl_release();
 
-    if (warp == WARPS + 1 && lane < WARPS) {
+    if (warp == ISSUER_WARP && lane < WARPS) {
         fetch_map(p.layers[0].w_maps[0]);
         for (u32 i = 0; i < MAX_BOXES; ++i) {
             barrier_init(full_barrier(base, lane, i), 1);
             barrier_init(empty_barrier(base, lane, i), 1);
         }
-        if (lane == 0) barrier_init(base + BARRIERS + STAGE_OUT * 8, 1), barrier_init(base + BARRIERS + PASS_OUT * 8, 1);
+        if (lane == 0) {
+            for (u32 i = STAGE_OUT; i <= STAGE_TAKEN; ++i) barrier_init(base + BARRIERS + i * 8, 1);
+            barrier_init(base + WORK_FOUND, 1);
+        }
         barrier_init_done();
-    } else if (warp == WARPS && lane == 0) {
+    }
+    if (!SINGLE && warp == WARPS && lane == 0) {
         for (u32 i = 0; i < 4; ++i) fetch_map(p.x_maps[i]);
         for (u32 i = 0; i < MAX_X_SLOTS; ++i) {
             barrier_init(x_full + i * 8, 1);
@@ -342,10 +285,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
     __syncthreads();
 
     if (warp >= WARPS) { // weights and activations
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-        const u32 of_ring = lane * ISSUERS + (warp - WARPS - 1);
-        if (warp > WARPS && of_ring < WARPS) bring_weights(p, base, of_ring);
-        if (warp > WARPS) return;
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+        const u32 of_ring = lane * ISSUERS + (warp - ISSUER_WARP);
+        if (warp >= ISSUER_WARP && of_ring < WARPS) keep_full(p, base, of_ring, work);
+        if (warp > WARPS || SINGLE) return;
         pdl_wait();
         const u32 target = (*p.epoch + 1) * gridDim.x;
         // Each chunk is read by one warp of each group, which counts for as many as do not.
@@ -384,13 +327,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
         return;
     }
 
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
     const u32 n_stages = p.n_stages;
     pdl_wait();
     const u32 number = *p.epoch + 1;
     const AttentionShared at_attention = attention_shared(shared, shared + WARPS * 8 * HEAD_DIM * 4);
-    AttentionWork* const work = reinterpret_cast<AttentionWork*>(shared + WORK);
-    const int pages = attention_work(p.attention, p.rows, warp, lane, work);
+    const int pages = attention_work(p.attention, p.rows, warp, lane, work, base + WORK_FOUND);
     // The block's columns of the residual stream stay here as far as lanes go; the rest, and the end, is in memory.
     float residual_of[ROWS_OF_WARP];
     {
@@ -411,9 +353,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
         const Layer& layer = p.layers[min(stage / 4, MAX_LAYERS - 1)];
         const u32 use = number * 1024 + p.first_layer + stage / 4; // of words
         if (kind == O) {
-            attention_stage(p.attention, layer.attention, work, pages, p.rows, p.eps, use, base + BARRIERS + STAGE_OUT * 8,
-                            at_attention, warp, lane);
-            if (threadIdx.x == 0) signal(counter_of(p, stage) - 1);
+            attention_stage(p.attention, layer.attention, work, pages, p.rows, p.eps, use, base, at_attention, tail, taken, warp, lane);
+            if (threadIdx.x == 0) {
+                if (!SINGLE) signal(counter_of(p, stage) - 1);
+                barrier_arrive_many(base + BARRIERS + STAGE_OUT * 8, 1);
+            }
         }
         const u32 chunks = s.chunks, row_tiles = s.row_tiles, units = s.units, box_bytes = s.box_rows * 128;
         const u32 way = warp / s.groups, ways = WARPS / s.groups;
@@ -425,6 +369,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
         const u32 box_inverse = 0xffffffffu / s.box_rows + 1; // its high product is the quotient of small numbers
         const u32 first = share(units, blockIdx.x), count = share(units, blockIdx.x + 1) - first;
 
+#if SINGLE
+        u64 square_words[MAX_BLOCKS / 32];
+#endif
         float squares_of[ROWS_OF_WARP][MAX_BLOCKS / 32], factor[ROWS_OF_WARP], norm_of = 0.f;
 #pragma unroll
         for (u32 j = 0; j < ROWS_OF_WARP; ++j) factor[j] = 1.f;
@@ -438,6 +385,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) acc[r][n][e] = 0.f;
 
+#if SINGLE
+            if (pass == 0) {
+                take_input(base, p.inputs[kind & 3], stage == 0 ? p.normed[0] : nullptr, tag_of(number * 1024 + p.first_layer + (stage - 1) / 4), chunks, warp, lane);
+                if (ways == WARPS) __syncwarp();
+                else matrix_warps_sync();
+#pragma unroll
+                    for (u32 i = 0; i < MAX_BLOCKS / 32; ++i)
+                        if (squares_in && i * 32 + lane < gridDim.x) square_words[i] = load_word(p.square_words[kind == GATE_UP] + i * 32 + lane);
+                if (to_residual && lane < count) norm_of = norm[first + lane];
+            }
+#else
             if (pass == 0) {
                 // What the epilogue needs besides the product, asked for now so that it is there by then. The first chunk of
                 // activations has come only after the stage before was complete everywhere. It must be the warp's own: the place
@@ -456,8 +414,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                 }
                 if (to_residual && lane < count) norm_of = norm[first + lane];
             }
+#endif
             const u32 boxes = chunks > way ? (chunks - way + ways - 1) / ways : 0;
-            Place chunk = {(x_before + way) % x_chunks, (x_before + way) / x_chunks & 1};
+            Place chunk = {SINGLE ? way : (x_before + way) % x_chunks, (x_before + way) / x_chunks & 1};
             // The last box apart: what the rows are scaled by is found before it, while others still multiply.
 #pragma unroll 1
             for (u32 part = 0; part < 2; ++part) {
@@ -465,6 +424,21 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                 if (row_tiles == 3) multiply<3>(acc, base, warp, lane, some, box_bytes, ways, x_bytes, x_chunks, tail, taken, chunk);
                 else if (row_tiles == 2) multiply<2>(acc, base, warp, lane, some, box_bytes, ways, x_bytes, x_chunks, tail, taken, chunk);
                 else multiply<1>(acc, base, warp, lane, some, box_bytes, ways, x_bytes, x_chunks, tail, taken, chunk);
+#if SINGLE
+                if (part == 0 && pass == 0 && squares_in) {
+                    const u64* from = p.square_words[kind == GATE_UP];
+                    const u32 before = number * 1024 + p.first_layer + (stage - 1) / 4;
+#pragma unroll
+                    for (u32 i = 0; i < MAX_BLOCKS / 32; ++i) {
+                        squares_of[0][i] = 0.f;
+                        if (i * 32 + lane < gridDim.x) {
+                            if (stage == 0) square_words[i] = word_of(__float_as_uint(load_fresh(squares_in + i * 32 + lane)), 0);
+                            else while (!is_of(square_words[i], before)) square_words[i] = load_word(from + i * 32 + lane);
+                            squares_of[0][i] = __uint_as_float((u32)square_words[i]);
+                        }
+                    }
+                }
+#endif
                 if (part == 0 && pass == 0 && squares_in)
 #pragma unroll
                     for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
@@ -478,6 +452,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
 
             // The warps' sums meet in shared memory, where activations lay: [warp][batch row][row of the box].
             matrix_warps_sync();
+            if (threadIdx.x == 0 && kind != QKV && pass + 1 == s.passes) barrier_arrive_many(base + BARRIERS + STAGE_TAKEN * 8, 1);
             float* mine = sums + warp * COLUMNS * SUM_STRIDE;
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r)
@@ -495,14 +470,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
 #pragma unroll
             for (u32 j = 0; j < ROWS_OF_WARP; ++j) squares[j] = 0.f;
             u16* const out = to_residual ? p.normed[kind == O] : p.gated;
+#if SINGLE
+            // The row's columns are dealt to all warps, but to the first one where their squares are added up.
+            const u32 epilogue_row = 0, first_unit = to_residual && warp > 0 ? here : threadIdx.x, turn = to_residual ? 32 : WARPS * 32;
+#else
+            const u32 epilogue_row = warp, first_unit = lane, turn = 32 * AT_ONCE;
+#endif
 #pragma unroll 1
-            for (u32 i = lane; i < here; i += 32 * AT_ONCE) {
+            for (u32 i = first_unit; i < here; i += turn) {
                 float value[AT_ONCE][ROWS_OF_WARP], up[AT_ONCE][ROWS_OF_WARP];
                 const float* from[AT_ONCE];
 #pragma unroll
                 for (u32 q = 0; q < AT_ONCE; ++q) {
                     const u32 unit = min(i + q * 32, here - 1), in_group = __umulhi(unit, box_inverse);
-                    from[q] = sums + (in_group * COLUMNS + warp) * SUM_STRIDE + (unit - in_group * s.box_rows);
+                    from[q] = sums + (in_group * COLUMNS + epilogue_row) * SUM_STRIDE + (unit - in_group * s.box_rows);
 #pragma unroll
                     for (u32 j = 0; j < ROWS_OF_WARP; ++j) value[q][j] = up[q][j] = 0.f;
                 }
@@ -536,7 +517,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                     const u32 column = first + before + unit;
 #pragma unroll
                     for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
-                        const u32 row = j * WARPS + warp;
+                        const u32 row = j * WARPS + epilogue_row;
                         if (row >= p.rows) break;
                         const float v = value[q][j] * factor[j];
                         const u64 at = (u64)row * units + column;
@@ -545,10 +526,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                             const float sum = v + (kept ? residual_of[j] : p.residual[at]);
                             if (kept) residual_of[j] = sum;
                             if (!kept || stage / 4 + 1 == p.n_layers) p.residual[at] = sum;
-                            out[at] = float_to_bf16(sum * (kept ? norm_of : norm[column]));
+                            const u16 normed = float_to_bf16(sum * (kept ? norm_of : norm[column]));
+                            if (!SINGLE || stage + 1 == n_stages) out[at] = normed;
+#if SINGLE
+                            else store_word(p.inputs[kind == O ? GATE_UP : QKV] + column, normed | tag_of(use) << 16);
+#endif
                             squares[j] += sum * sum;
                         } else if (kind == GATE_UP) {
-                            out[at] = float_to_bf16(silu(v) * (up[q][j] * factor[j]));
+                            const u16 gated = float_to_bf16(silu(v) * (up[q][j] * factor[j]));
+#if SINGLE
+                            store_word(p.inputs[DOWN] + column, gated | tag_of(use) << 16);
+#else
+                            out[at] = gated;
+#endif
                         } else if (kind == QKV) {
                             store_word(p.qkv + at, word_of(float_to_bf16(v), use));
                         } else {
@@ -563,16 +553,27 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                     const u32 row = j * WARPS + warp;
                     const float sum = warp_sum(squares[j]);
                     if (lane == 0 && row < p.rows) {
-                        float* const to = p.squares[kind == O] + (u64)row * gridDim.x + blockIdx.x;
-                        *to = sum;
+#if SINGLE
+                        if (stage + 1 == n_stages) p.squares[kind == O][blockIdx.x] = sum;
+                        else store_word(p.square_words[kind == O] + blockIdx.x, word_of(__float_as_uint(sum), use));
+#else
+                        p.squares[kind == O][(u64)row * gridDim.x + blockIdx.x] = sum;
+#endif
                     }
                 }
             matrix_warps_sync();
-            if (pass + 1 < s.passes && threadIdx.x == 0) barrier_arrive_many(base + BARRIERS + PASS_OUT * 8, 1);
+            if (!SINGLE && pass + 1 < s.passes && threadIdx.x == 0) barrier_arrive_many(base + BARRIERS + PASS_OUT * 8, 1);
         }
         if (threadIdx.x == 0) {
-            if (stage + 1 < n_stages && kind != QKV) signal(counter_of(p, stage)); // the words of QKV say it themselves
+            if (!SINGLE && stage + 1 < n_stages && kind != QKV) signal(counter_of(p, stage)); // the words of QKV say it themselves
             if (kind != QKV) barrier_arrive_many(base + BARRIERS + STAGE_OUT * 8, 1);
         }
     }
+#if SINGLE
+    // Launches of more rows wait for counters, and each counts on all launches before it. All blocks know the number by now.
+    if (blockIdx.x == 0) {
+        for (u32 i = threadIdx.x; i < 5 * p.n_layers; i += WARPS * 32) p.counters[i] += gridDim.x;
+        if (threadIdx.x == 0) *p.epoch += 1;
+    }
+#endif
 }

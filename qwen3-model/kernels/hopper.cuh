@@ -53,6 +53,13 @@ __device__ __forceinline__ void copy_box3_once(u32 to, const void* map, u32 x, u
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], "
         "[%5], %6;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy) : "memory");
 }
+// Bytes that lie side by side, a multiple of 16, likewise.
+__device__ __forceinline__ void copy_bytes_once(u32 to, const void* from, u32 bytes, u32 barrier) {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
 // Orders accesses of the threads before it, to global or to shared memory, with those of the copy engine after it. Without the
 // name of a memory it would be a fence of the whole device besides, which waits for all copies of the multiprocessor.
 __device__ __forceinline__ void fence_copy_engine() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
@@ -92,25 +99,32 @@ __device__ __forceinline__ void store_words(u64* p, u64 a, u64 b) {
 __device__ __forceinline__ void load_words(const u64* p, u64& a, u64& b) {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
 }
+__device__ __forceinline__ u64 load_word(const u64* p) {
+    u64 word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(p) : "memory");
+    return word;
+}
+// Such words of 4 bytes: a value of 16 bits and 16 bits of the number, never 0. What a word bore before is of the layer before.
+__device__ __forceinline__ u32 tag_of(u32 use) { return use + 1 & 0xffff; }
+__device__ __forceinline__ void store_word(u32* p, u32 word) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(word) : "memory");
+}
+__device__ __forceinline__ void store_pair(u32* p, u32 a, u32 b) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(a), "r"(b) : "memory");
+}
+__device__ __forceinline__ void load_pair(const u32* p, u32& a, u32& b) {
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "l"(p) : "memory");
+}
 __device__ __forceinline__ bool is_of(u64 word, u32 use) { return (u32)(word >> 32) == use; }
 
-// 16 bytes into shared memory, or zeros, and the wait for all that this thread asked for.
-__device__ __forceinline__ void copy_16(u32 to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ uint4 load_shared(u32 at) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
 
-// Reads what nobody writes during the launch, once: not kept in the L1 cache.
-__device__ __forceinline__ uint4 load_once(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
+__device__ __forceinline__ void store_shared(u32 at, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
 
 // Transposes a matrix of 8 by 8 values of 16 bits, a pair a lane.

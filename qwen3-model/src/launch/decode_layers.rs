@@ -16,11 +16,19 @@ const ATTENTION: Header = Header::new(
     "decode_attention.cuh",
     include_str!("../../kernels/decode_attention.cuh"),
 );
+const SINGLE: Header = Header::new(
+    "decode_single.cuh",
+    include_str!("../../kernels/decode_single.cuh"),
+);
+const STREAM: Header = Header::new(
+    "decode_stream.cuh",
+    include_str!("../../kernels/decode_stream.cuh"),
+);
 
-/// Batch rows that the kernel is compiled for; fewer are padded.
-const COLUMNS: [usize; 2] = [8, 16];
+/// Batch rows that the kernel is compiled for; fewer are padded. What a single row's blocks find travels another way.
+const ROWS: [usize; 3] = [1, 8, 16];
 /// Most batch rows.
-pub const MAX_ROWS: usize = COLUMNS[COLUMNS.len() - 1];
+pub const MAX_ROWS: usize = ROWS[ROWS.len() - 1];
 /// Most multiprocessors: each is one block, and the kernel holds a sum per block in registers.
 pub const MAX_BLOCKS: usize = 160;
 /// The head dimension that the kernel is written for.
@@ -30,7 +38,7 @@ const MAX_GROUP: usize = 8;
 /// Layers that the parameters of a launch have room for; more take another launch.
 const MAX_LAYERS: usize = 48;
 /// Most tokens of a split of a row besides the newest, as in the kernel.
-const MAX_SPLIT: usize = 3968;
+const MAX_SPLIT: usize = 8192;
 
 const WARPS: usize = 8;
 /// Eight warps multiply, one brings activations, three weights.
@@ -46,6 +54,13 @@ const WORK_BYTES: usize = 40;
 
 /// Most groups of activations at once.
 const MAX_X_SLOTS: usize = 12;
+/// Widest input of a stage, in chunks, that a block has room for beside the sums of products: of a single row only.
+const MAX_CHUNKS: usize = (depths(8).1 - WARPS * 8 * (MAX_BOX_ROWS + 4) * 4) / 128;
+
+/// Columns of the products for so many rows.
+const fn columns(rows: usize) -> usize {
+    if rows > 8 { rows } else { 8 }
+}
 
 /// Bytes of a warp's ring of weights, and of the block's activations.
 const fn depths(columns: usize) -> (usize, usize) {
@@ -59,18 +74,18 @@ const fn depths(columns: usize) -> (usize, usize) {
 /// As `SHARED_BYTES` in the kernel.
 fn shared_bytes(columns: usize) -> usize {
     let (ring, activations) = depths(columns);
-    let barriers = (2 * MAX_X_SLOTS + 2 * WARPS * MAX_BOXES + 2) * 8;
+    let barriers = (2 * MAX_X_SLOTS + 2 * WARPS * MAX_BOXES + 4) * 8;
     activations + WARPS * ring + barriers + WORK_BYTES
 }
 
-fn spec(columns: usize) -> KernelSpec {
-    let (ring, activations) = depths(columns);
+fn spec(rows: usize) -> KernelSpec {
+    let (ring, activations) = depths(columns(rows));
     KernelSpec::new(
-        format!("decode_layers<{columns}>"),
+        format!("decode_layers<{rows}>"),
         include_str!("../../kernels/decode_layers.cu"),
     )
-    .headers([COMMON, HOPPER, ROPE, ATTENTION])
-    .define("COLUMNS", columns)
+    .headers([COMMON, HOPPER, ROPE, ATTENTION, SINGLE, STREAM])
+    .define("ROWS", rows)
     .define("RING_BYTES", ring)
     .define("X_REGION", activations)
     // Later consumer devices have the copy engine too, but less than half of the shared memory.
@@ -81,7 +96,7 @@ fn spec(columns: usize) -> KernelSpec {
 
 /// Every specialisation.
 pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
-    COLUMNS.into_iter().map(spec)
+    ROWS.into_iter().map(spec)
 }
 
 /// The widths of a model that the kernel runs.
@@ -110,6 +125,13 @@ impl LayersShape {
 
     fn group(&self) -> usize {
         self.heads / self.kv_heads.max(1)
+    }
+
+    /// Whether a block has room for each stage's input of a single row.
+    fn is_narrow(&self) -> bool {
+        [self.hidden, self.q(), self.intermediate]
+            .iter()
+            .all(|width| *width <= MAX_CHUNKS * CHUNK)
     }
 
     /// Whether a kernel is written for it.
@@ -199,6 +221,7 @@ struct ShapeParams {
 struct AttentionParams {
     qkv: u64,
     mixed: u64,
+    mixed_words: u64,
     positions: u64,
     slots: u64,
     page_table: u64,
@@ -248,13 +271,15 @@ struct DecodeLayersParams {
     squares: [u64; 2],
     qkv: u64,
     gated: u64,
+    inputs: [u64; 4],
+    square_words: [u64; 2],
     logits: u64,
     epoch: u64,
     counters: u64,
     columns: f32,
     eps: f32,
     attention: AttentionParams,
-    unused: [u64; 5],
+    unused: [u64; 6],
     layers: [LayerParams; MAX_LAYERS],
 }
 /// How a block's share of a matrix is cut into boxes.
@@ -290,7 +315,7 @@ impl Boxes {
 /// The kernel, loaded on one device.
 #[derive(Debug, Clone)]
 pub struct DecodeLayers {
-    kernels: [Kernel; COLUMNS.len()],
+    kernels: [Kernel; ROWS.len()],
     blocks: usize,
 }
 
@@ -306,6 +331,11 @@ pub struct DecodeLayersScratch {
     normed: DeviceBuffer<bf16>,
     /// `[MAX_ROWS * blocks]` each: of the residual after down and after O.
     squares: [DeviceBuffer<f32>; 2],
+    /// `[hidden]`, `[q]`, `[hidden]` and `[intermediate]`: inputs of QKV and the head, O, gate+up and down for a single row. Each
+    /// value has some bits of that number in its upper half.
+    inputs: [DeviceBuffer<u32>; 4],
+    /// As `squares`, for a single row, words as in `qkv`.
+    square_words: [DeviceBuffer<u64>; 2],
     /// `[MAX_ROWS, q + 2 kv]`. Here and in the next two each value has the number of the layer and launch that wrote it in
     /// its upper half.
     qkv: DeviceBuffer<u64>,
@@ -342,6 +372,16 @@ impl DecodeLayersScratch {
             sync: DeviceBuffer::zeroed(device, n_layers.div_ceil(MAX_LAYERS) * SYNC_WORDS)?,
             normed: DeviceBuffer::zeroed(device, MAX_ROWS * shape.hidden)?,
             squares: [squares()?, squares()?],
+            inputs: [
+                DeviceBuffer::zeroed(device, shape.hidden)?,
+                DeviceBuffer::zeroed(device, shape.q())?,
+                DeviceBuffer::zeroed(device, shape.hidden)?,
+                DeviceBuffer::zeroed(device, shape.intermediate)?,
+            ],
+            square_words: [
+                DeviceBuffer::zeroed(device, kernel.blocks())?,
+                DeviceBuffer::zeroed(device, kernel.blocks())?,
+            ],
             qkv: DeviceBuffer::zeroed(device, MAX_ROWS * shape.qkv())?,
             partial: DeviceBuffer::zeroed(device, parts * HEAD_DIM)?,
             partial_sums: DeviceBuffer::zeroed(device, parts * 2)?,
@@ -388,7 +428,8 @@ impl DecodeLayers {
     pub fn load(compiler: &Compiler, device: &Device) -> Result<Option<Self>> {
         let info = device.info();
         let blocks = info.multiprocessors as usize;
-        let most = COLUMNS.into_iter().map(shared_bytes).max().unwrap_or(0);
+        let shared = ROWS.map(|rows| shared_bytes(columns(rows)));
+        let most = shared.into_iter().max().unwrap_or(0);
         if !info.has_tma() || info.shared_bytes_per_block < most || blocks > MAX_BLOCKS {
             return Ok(None);
         }
@@ -396,10 +437,11 @@ impl DecodeLayers {
         let kernels = [
             modules[0].kernel("decode_layers")?,
             modules[1].kernel("decode_layers")?,
+            modules[2].kernel("decode_layers")?,
         ];
-        for (kernel, columns) in kernels.iter().zip(COLUMNS) {
+        for (kernel, shared) in kernels.iter().zip(shared) {
             // All blocks wait for each other, so all must be resident.
-            if kernel.blocks_per_multiprocessor(THREADS, shared_bytes(columns) as u32)? == 0 {
+            if kernel.blocks_per_multiprocessor(THREADS, shared as u32)? == 0 {
                 return Ok(None);
             }
         }
@@ -422,7 +464,9 @@ impl DecodeLayers {
     /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
     pub fn run(&self, stream: &Stream, scratch: &DecodeLayersScratch, op: &DecodeLayersOp<'_>) -> Result<()> {
         let rows = op.positions.len();
-        let Some(which) = COLUMNS.iter().position(|&columns| (1..=columns).contains(&rows)) else {
+        let single = scratch.shape.is_narrow() && op.layers.len() > 1;
+        let fits = |most: usize| (1..=most).contains(&rows) && (most > 1 || single);
+        let Some(which) = ROWS.into_iter().position(fits) else {
             return refuse(
                 "rows",
                 format!("{rows} rows at once, 1 to {MAX_ROWS} are possible"),
@@ -437,7 +481,7 @@ impl DecodeLayers {
         }
         check(scratch, op)?;
         keep(stream, scratch, op);
-        let columns = COLUMNS[which];
+        let columns = columns(ROWS[which]);
         let config = LaunchConfig::new(self.blocks as u32, THREADS)
             .dynamic_shared_bytes(shared_bytes(columns) as u32)
             .programmatic(true);
@@ -503,12 +547,15 @@ impl DecodeLayers {
             squares: [scratch.squares[0].ptr(), scratch.squares[1].ptr()],
             qkv: scratch.qkv.ptr(),
             gated: op.gated.ptr(),
+            inputs: scratch.inputs.each_ref().map(DeviceBuffer::ptr),
+            square_words: scratch.square_words.each_ref().map(DeviceBuffer::ptr),
             logits: op.logits.ptr(),
             columns: shape.hidden as f32,
             eps: op.eps,
             attention: AttentionParams {
                 qkv: scratch.qkv.ptr(),
                 mixed: op.mixed.ptr(),
+                mixed_words: scratch.inputs[1].ptr(),
                 positions: op.positions.ptr(),
                 slots: op.slots.ptr(),
                 page_table: op.page_table.ptr(),
@@ -641,7 +688,13 @@ fn keep(stream: &Stream, scratch: &DecodeLayersScratch, op: &DecodeLayersOp<'_>)
     for buffer in &scratch.squares {
         stream.keep_memory(buffer.as_slice());
     }
-    for buffer in [&scratch.qkv, &scratch.partial, &scratch.partial_sums] {
+    for buffer in [&scratch.qkv, &scratch.partial, &scratch.partial_sums]
+        .into_iter()
+        .chain(&scratch.square_words)
+    {
+        stream.keep_memory(buffer.as_slice());
+    }
+    for buffer in &scratch.inputs {
         stream.keep_memory(buffer.as_slice());
     }
     for buffer in [op.positions, op.slots, op.page_table] {
@@ -684,60 +737,4 @@ fn tiles_of(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_row_has_room_for_its_splits() {
-        for pairs in [1, 8, 16, 64, 128, 1024] {
-            let Splits { tokens, few } = Splits::new(pairs);
-            assert!(tokens % 16 == 0 && (16..=MAX_SPLIT).contains(&tokens));
-            // Tokens besides the newest.
-            for length in [
-                0_usize, 1, 63, 64, 65, 1000, 4096, 32_768, 63_488, 63_489, 131_072,
-            ] {
-                // As the kernel finds them.
-                let equal = length.div_ceil(few).next_multiple_of(16);
-                let split = equal.max(tokens).min(MAX_SPLIT);
-                let splits = length.div_ceil(split).max(1);
-                assert!(splits <= length.div_ceil(MAX_SPLIT).max(Splits::MOST_FEW));
-                assert!(splits <= few || split == MAX_SPLIT, "{pairs} {length}");
-            }
-        }
-    }
-
-    #[test]
-    fn boxes_cover_every_share_and_fit_a_slot() {
-        for halves in [1, 2] {
-            for rows in 1..3000 {
-                let boxes = Boxes::new(rows, halves);
-                let side_by_side = boxes.groups / halves;
-                assert!(side_by_side >= 1 && boxes.groups <= WARPS && WARPS.is_multiple_of(boxes.groups));
-                assert!(
-                    boxes.rows * side_by_side * boxes.passes >= rows,
-                    "{rows}: {boxes:?}"
-                );
-                assert!(boxes.rows <= MAX_BOX_ROWS);
-                assert!(
-                    COLUMNS
-                        .iter()
-                        .all(|&columns| boxes.rows * 2 * CHUNK * 3 <= depths(columns).0)
-                );
-                // What the ring of activations is made for.
-                assert!(WARPS / boxes.groups <= 16);
-            }
-        }
-    }
-
-    #[test]
-    fn shared_memory_fits_a_multiprocessor() {
-        for columns in COLUMNS {
-            assert!(shared_bytes(columns) <= 227 * 1024, "{columns}");
-            assert!(depths(columns).0.is_multiple_of(128));
-        }
-        // Each layer begins at a multiple of 64 bytes, and the driver takes 32,764.
-        assert_eq!(size_of::<LayerParams>(), 576);
-        assert_eq!(std::mem::offset_of!(DecodeLayersParams, layers) % 64, 0);
-        assert!(size_of::<DecodeLayersParams>() <= cuda_graphs::MAX_PARAMETER_BYTES);
-    }
-}
+mod tests;
