@@ -45,7 +45,6 @@
 
 #include "hopper.cuh"
 
-
 #ifndef ROWS
 #define ROWS 8 // most rows of the batch: 1, 8 or 16
 #endif
@@ -70,7 +69,7 @@
 #define KV_BYTES 8500
 #define AHEAD_BYTES 6200
 #define READ_BYTES 6200
-#define AFTER_BYTES (ROWS == 1 ? 4800 : ROWS == 8 ? 9000 : 6200)
+#define AFTER_BYTES (ROWS == 8 ? 9000 : 6200)
 #define QUIET_BYTES (ROWS == 1 ? 6200 : 0)
 #define WAIT_BYTES (ROWS == 1 ? 6200 : ROWS == 8 ? 7700 : 9000)
 // Activations come in groups of X_GROUP chunks, 8 KiB together: their latency, not their bytes, is what counts.
@@ -87,7 +86,7 @@ static_assert(COLUMNS == 8 || (MAX_X_SLOTS % 2 == 0 && X_REGION / 8192 % 2 == 0)
 #define HEAD_DIM 128
 #define MAX_LAYERS 48 // what the parameters of a launch have room for
 #define ROWS_OF_WARP (COLUMNS / WARPS) // in the epilogue
-#define AT_ONCE (SINGLE ? 1 : 3) // results per lane, row and turn of the epilogue
+#define AT_ONCE (COLUMNS == 8 ? 3 : 1) // results per lane, row and turn of the epilogue
 #define MAX_BLOCKS 160 // multiprocessors
 
 #define RINGS X_REGION
@@ -390,6 +389,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                 take_input(base, p.inputs[kind & 3], stage == 0 ? p.normed[0] : nullptr, tag_of(number * 1024 + p.first_layer + (stage - 1) / 4), chunks, warp, lane);
                 if (ways == WARPS) __syncwarp();
                 else matrix_warps_sync();
+                if (warp == 0)
 #pragma unroll
                     for (u32 i = 0; i < MAX_BLOCKS / 32; ++i)
                         if (squares_in && i * 32 + lane < gridDim.x) square_words[i] = load_word(p.square_words[kind == GATE_UP] + i * 32 + lane);
@@ -425,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                 else if (row_tiles == 2) multiply<2>(acc, base, warp, lane, some, box_bytes, ways, x_bytes, x_chunks, tail, taken, chunk);
                 else multiply<1>(acc, base, warp, lane, some, box_bytes, ways, x_bytes, x_chunks, tail, taken, chunk);
 #if SINGLE
-                if (part == 0 && pass == 0 && squares_in) {
+                if (part == 0 && pass == 0 && squares_in && warp == 0) {
                     const u64* from = p.square_words[kind == GATE_UP];
                     const u32 before = number * 1024 + p.first_layer + (stage - 1) / 4;
 #pragma unroll
@@ -470,20 +470,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
 #pragma unroll
             for (u32 j = 0; j < ROWS_OF_WARP; ++j) squares[j] = 0.f;
             u16* const out = to_residual ? p.normed[kind == O] : p.gated;
-#if SINGLE
-            // The row's columns are dealt to all warps, but to the first one where their squares are added up.
-            const u32 epilogue_row = 0, first_unit = to_residual && warp > 0 ? here : threadIdx.x, turn = to_residual ? 32 : WARPS * 32;
-#else
-            const u32 epilogue_row = warp, first_unit = lane, turn = 32 * AT_ONCE;
-#endif
 #pragma unroll 1
-            for (u32 i = first_unit; i < here; i += turn) {
+            for (u32 i = lane; i < here; i += 32 * AT_ONCE) {
                 float value[AT_ONCE][ROWS_OF_WARP], up[AT_ONCE][ROWS_OF_WARP];
                 const float* from[AT_ONCE];
 #pragma unroll
                 for (u32 q = 0; q < AT_ONCE; ++q) {
                     const u32 unit = min(i + q * 32, here - 1), in_group = __umulhi(unit, box_inverse);
-                    from[q] = sums + (in_group * COLUMNS + epilogue_row) * SUM_STRIDE + (unit - in_group * s.box_rows);
+                    from[q] = sums + (in_group * COLUMNS + warp) * SUM_STRIDE + (unit - in_group * s.box_rows);
 #pragma unroll
                     for (u32 j = 0; j < ROWS_OF_WARP; ++j) value[q][j] = up[q][j] = 0.f;
                 }
@@ -517,7 +511,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * 32, 1)
                     const u32 column = first + before + unit;
 #pragma unroll
                     for (u32 j = 0; j < ROWS_OF_WARP; ++j) {
-                        const u32 row = j * WARPS + epilogue_row;
+                        const u32 row = j * WARPS + warp;
                         if (row >= p.rows) break;
                         const float v = value[q][j] * factor[j];
                         const u64 at = (u64)row * units + column;
