@@ -5,12 +5,16 @@
 // as many as every other. So nothing is cut, and no sums are exchanged. One warp copies weights into a ring and does not wait
 // for the kernel before; another copies activations and does wait.
 //
+// Every sum is added up along K in the order of the chunks, by one accumulator: another product of that order has the same bits.
+// Where these are wanted gate and up are rounded to bf16 before the unit, which then is that of silu_mul.cu (GATED_APART), or the
+// product leaves as it is (PLAIN).
+//
 // A tile has 4 rows of gate and 4 of up in turn: two threads that are two lanes apart hold both of an element.
 #pragma once
 #include "wide_common.cuh"
 
 struct GateUpParams {
-    alignas(64) char w_map[128]; // [2, units, K] as {K, 4, 2, units / 4}: boxes {64, 4, 2, TILE / 8}
+    alignas(64) char w_map[128]; // [2, units, K] as {K, 4, 2, units / 4}, plain [units, K] as {K, 4, 2, units / 8}: boxes {64, 4, 2, TILE / 8}
     alignas(64) char x_map[128]; // [rows, K], boxes {64, COLUMNS}
     u16* out;                    // [rows, units]
     const float* squares_in;     // f32 [parts, COLUMNS], scales the product; null: none
@@ -23,6 +27,40 @@ struct GateUpParams {
     u32 parts; // sums of squares of a row
     u32 unused[5];
 };
+
+// What becomes of a tile's sums, by OF_OUTPUT.
+#define GATED 0
+#define GATED_APART 1
+#define PLAIN 2 // out bf16 [rows, units], the product itself; a tile's rows of the weight in their order
+
+#if OF_OUTPUT == PLAIN
+// A thread has two neighbouring columns of every eight, of rows `top` and top + 8.
+template <int TILE>
+__device__ __forceinline__ void store_plain(const GateUpParams& p, const float (&acc)[TILE / 8][4], u32 tile, u32 top, u32 lane) {
+    const bool odd = (lane & 1) != 0;
+    const u32 first = tile * TILE;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const u32 row = top + 8 * half;
+        const bool real = row < p.rows;
+        u16* out = p.out + (u64)row * p.units + first;
+        const auto pair = [&](int n) { return pack_bf16(acc[n][2 * half], acc[n][2 * half + 1]); };
+#pragma unroll
+        for (int n = 0; n + 1 < TILE / 8; n += 2) {
+            // Of two eights a lane stores four columns of one.
+            const u32 here = pair(n), next = pair(n + 1), other = __shfl_xor_sync(FULL_WARP, odd ? here : next, 1);
+            const u32 column = n * 8 + (odd ? 8 : 0) + (lane & 2) * 2;
+            if (real && first + column < p.units)
+                *reinterpret_cast<uint2*>(out + column) = odd ? make_uint2(other, next) : make_uint2(here, other);
+        }
+        if constexpr (TILE / 8 % 2 == 1) {
+            constexpr int LAST = TILE / 8 - 1;
+            const u32 column = LAST * 8 + (lane & 3) * 2;
+            if (real && first + column < p.units) *reinterpret_cast<u32*>(out + column) = pair(LAST);
+        }
+    }
+}
+#endif
 
 template <int COLUMNS, int TILE, int W_SLOTS, int X_SLOTS>
 struct GateUpMemory {
@@ -150,13 +188,21 @@ __device__ __forceinline__ void gate_up(const GateUpParams& p, unsigned char* sh
             if (copies_w && w_copier.tile < p.tiles) w_copier.next(p.chunks, copy_w);
             if (copies_x && x_copier.tile < p.tiles) x_copier.next(p.chunks, copy_x);
 
+#if OF_OUTPUT == PLAIN
+            store_plain<TILE>(p, acc, tile, group * 64 + (warp & 3) * 16 + (lane >> 2), lane);
+#else
             // One of two lanes has the gates of this row, the other the ups. Each ends with two units of every four.
             const auto result = [&](int n) {
                 const float x0 = __shfl_xor_sync(FULL_WARP, upper ? acc[n][0] : acc[n][2], 2);
                 const float x1 = __shfl_xor_sync(FULL_WARP, upper ? acc[n][1] : acc[n][3], 2);
                 const float g0 = upper ? x0 : acc[n][0], g1 = upper ? x1 : acc[n][1];
                 const float u0 = upper ? acc[n][2] : x0, u1 = upper ? acc[n][3] : x1;
+#if OF_OUTPUT == GATED_APART
+                const auto rounded = [](float x) { return bf16_to_float(float_to_bf16(x)); };
+                return pack_bf16(silu_precise(rounded(g0)) * rounded(u0), silu_precise(rounded(g1)) * rounded(u1));
+#else
                 return pack_bf16(silu(g0 * scale) * (u0 * scale), silu(g1 * scale) * (u1 * scale));
+#endif
             };
             const bool odd = (lane & 1) != 0;
             const u32 first = tile * (TILE / 2);
@@ -174,6 +220,7 @@ __device__ __forceinline__ void gate_up(const GateUpParams& p, unsigned char* sh
                 const u32 here = result(TILE / 8 - 1);
                 if (row < p.rows && first + LAST < p.units) *reinterpret_cast<u32*>(out + LAST + (odd ? 2 : 0)) = here;
             }
+#endif
         }
     }
 }

@@ -15,11 +15,8 @@ struct SiluMulParams {
     u32 inner; // a multiple of 8
 };
 
-// exp(-x) overflows to infinity for x < -88: x / infinity is then -0, as it should be.
-__device__ __forceinline__ float silu(float x) { return x / (1.f + expf(-x)); }
-
 __device__ __forceinline__ u32 silu_mul_pair(u32 gate, u32 up) {
-    return pack_bf16(silu(bf16_low(gate)) * bf16_low(up), silu(bf16_high(gate)) * bf16_high(up));
+    return pack_bf16(silu_precise(bf16_low(gate)) * bf16_low(up), silu_precise(bf16_high(gate)) * bf16_high(up));
 }
 
 extern "C" __global__ void __launch_bounds__(SILU_THREADS) silu_mul(const SiluMulParams p) {

@@ -25,6 +25,7 @@ mod sample;
 mod stage_output;
 mod unmerged;
 mod wgmma;
+mod whole_product;
 mod wide_product;
 
 pub use cluster_product::{CLUSTER_ROWS, ClusterProduct, ClusterProductOp};
@@ -40,6 +41,7 @@ pub use stage_output::StageOutput;
 pub use unmerged::{
     LowRankTerm, MAX_PARTS, PartUpdate, RANK_QUANTUM, RowPolicies, Site, UnmergedKernels, UnmergedTables,
 };
+pub use whole_product::{WholeKind, WholeProduct, WholeProductOp};
 pub use wide_product::{WIDE_ALL_KINDS, WIDE_HEAD_DIM, WIDE_ROWS, WideProductOp, WideProducts};
 
 use crate::{Error, Qwen3Config, Result};
@@ -119,6 +121,7 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
         .chain(wide_product::specs())
         .chain(gate_up::specs())
         .chain(cluster_product::specs())
+        .chain(whole_product::specs())
         .collect()
 }
 

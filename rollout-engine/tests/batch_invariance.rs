@@ -67,15 +67,15 @@ fn requests(longest: usize) -> Vec<Request> {
     problems.iter().enumerate().map(request).collect()
 }
 
-/// Prompts of arbitrary tokens around the first positions where a GPU cuts a sequence, at 512 and 1,024 tokens: the cut comes
-/// while decoding, or in the prompt. The last two start alike.
+/// Prompts of arbitrary tokens around the first position where a GPU cuts a sequence, 1,024 tokens: the cut comes while decoding,
+/// or in the prompt. The last two start alike.
 fn long_requests() -> Vec<Request> {
     let prompt =
         |seed: u32, len: u32| -> Vec<u32> { (0..len).map(|i| 20 + (i * i + seed * i) % 150).collect() };
     let prompts = [
-        prompt(1, 490),
+        prompt(1, 1000),
         prompt(2, 500),
-        prompt(3, 530),
+        prompt(3, 1030),
         prompt(4, 1010),
         prompt(4, 700),
     ];
@@ -90,6 +90,9 @@ fn long_requests() -> Vec<Request> {
     };
     prompts.into_iter().enumerate().map(request).collect()
 }
+
+/// Tokens of the longest of them, completed.
+const LONGEST: usize = 1070;
 
 fn builder(device: DeviceChoice) -> EngineBuilder {
     Engine::builder()
@@ -307,7 +310,7 @@ fn two_hundred_random_schedules_give_the_same_bits_on_a_gpu() {
         let (n_requests, sizes) = match round % 3 {
             2 => (
                 requests.len(),
-                sizes(&GPU_PAGE_SIZES, batches, 1050, 0..300, 20..300),
+                sizes(&GPU_PAGE_SIZES, batches, LONGEST, 0..300, 20..300),
             ),
             _ => (short.len(), sizes(&GPU_PAGE_SIZES, batches, 164, 0..64, 1..90)),
         };

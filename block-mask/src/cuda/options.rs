@@ -133,7 +133,7 @@ mod tests {
         let options = DecodeOptions::of(4, 3, 2)
             .in_fixed_splits(5000)
             .for_tokens_together();
-        assert_eq!((options.split, options.max_splits), (Some(512), 10));
+        assert_eq!((options.split, options.max_splits), (Some(1024), 5));
         assert_eq!(
             options.check_together(true, &shape(4, 128), 5000).unwrap(),
             8,
@@ -151,6 +151,12 @@ mod tests {
             )
         };
         assert!(refused(false, 5000) && refused(true, 5121));
+        let given = DecodeOptions {
+            split: Some(512),
+            ..DecodeOptions::of(4, 3, 2)
+        };
+        let options = given.in_fixed_splits(5000);
+        assert_eq!((options.split, options.max_splits), (Some(512), 10));
         let long = DecodeOptions::of(4, 3, 2).in_fixed_splits(1 << 20);
         assert_eq!((long.split, long.max_splits), (Some(4096), 256));
         assert_eq!(

@@ -163,7 +163,10 @@ impl Attention {
         let shape = shape(config, options);
         let table = options.page_table();
         let max_length = table.max_pages_per_slot * table.page_size;
-        let how = DecodeOptions::for_device(device.info(), &shape).in_fixed_splits(max_length);
+        let how = DecodeOptions::for_device(device.info(), &shape)
+            .with(&options.kernels.decode)
+            .map_err(refused("decode_kernel_options"))?
+            .in_fixed_splits(max_length);
         let new = |max_rows, how| {
             let limits = DecodeLimits {
                 max_rows,
@@ -172,6 +175,7 @@ impl Attention {
             };
             let none = Functions::none();
             DecodeAttention::new(device, compiler, shape, limits, None, None, none, how)
+                .map_err(refused("decode_kernel_options"))
         };
         self.decode = new(options.max_batch_size, how)?;
         let row_bytes = how.max_splits * config.n_heads * (config.head_dim + 2) * size_of::<f32>();

@@ -66,6 +66,7 @@ use attention::Attention;
 use decode_layers::LayerKernel;
 use four_bit::FourBit;
 use inputs::{DecodeInputs, PackedInputs, Sampled};
+use invariant::Invariant;
 use options::{matmul_options, products};
 use results::Results;
 use staging::Staging;
@@ -157,7 +158,7 @@ pub struct CudaBackend {
     matmul: Matmul,
     attention: Attention,
     /// Whether nothing about a row may depend on the others: see [`invariant`].
-    invariant: bool,
+    invariant: Option<Invariant>,
     /// The layers of a small decode step, where the device can run them.
     layer_kernel: Option<LayerKernel>,
     /// The products of a decode step of more rows, where the device can run them.
@@ -285,7 +286,7 @@ impl CudaBackend {
             kernels,
             matmul,
             attention,
-            invariant: false,
+            invariant: None,
             layer_kernel,
             wide_products,
             weights,

@@ -304,6 +304,9 @@ impl Backend for CudaBackend {
         if self.project_four_bit(layer, matrix)? {
             return Ok(());
         }
+        if let Some((kernel, rows)) = self.whole_product(matrix) {
+            return self.project_whole(kernel, layer, matrix, rows);
+        }
         let m = self.matmul.padded_rows(self.n_rows());
         let [n, k] = fused_shape(&self.config, matrix);
         let dims = MatmulDims { m, n, k };
@@ -402,7 +405,9 @@ impl Backend for CudaBackend {
     }
 
     fn silu_mul(&mut self) -> Result<()> {
-        if self.skips(Stage::SiluMul) || self.in_any_layers() || self.wide_served().gate_up {
+        let gated = self.wide_served().gate_up || self.whole_product(FusedMatrix::GateUp).is_some();
+        let inside = self.in_any_layers() || gated;
+        if self.skips(Stage::SiluMul) || inside {
             return Ok(());
         }
         let (rows, inner) = (self.n_rows(), self.config.intermediate_size);

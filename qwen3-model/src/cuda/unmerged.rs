@@ -57,7 +57,7 @@ impl CudaBackend {
     /// that has no kernels, or where rows are [batch-invariant](Self::make_batch_invariant); [`Error::Cuda`]. The previous
     /// policies are then in force. Panics: none.
     pub fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<AdapterReport> {
-        if self.invariant {
+        if self.invariant.is_some() {
             let problem = "is not possible with adapters beside the weights: merge them".into();
             return Err(Error::Option {
                 option: "batch_invariant",

@@ -22,13 +22,24 @@ const MOST_TILE_ROWS: usize = 160;
 /// The tile of Qwen3-4B on an H200, by which the kernel is checked where there is no device.
 const USUAL_TILE_ROWS: usize = 152;
 
+/// What becomes of a tile's sums, in the order of the kernel's OF_OUTPUT.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Output {
+    Gated,
+    /// With the roundings of a product in bf16 and the unit apart.
+    GatedApart,
+    /// The product itself.
+    Plain,
+}
+
 /// A specialisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Form {
+pub(super) struct Form {
     /// Batch rows; fewer are padded.
-    columns: usize,
+    pub(super) columns: usize,
     /// Rows of the weight in a tile.
-    tile_rows: usize,
+    pub(super) tile_rows: usize,
+    pub(super) output: Output,
 }
 
 impl Form {
@@ -38,7 +49,7 @@ impl Form {
     }
 
     /// As `GateUpMemory::THREADS` in the kernel.
-    const fn threads(&self) -> usize {
+    pub(super) const fn threads(&self) -> usize {
         match self.groups() {
             4 => 512,
             groups => groups * 128 + 64,
@@ -53,8 +64,10 @@ impl Form {
 
     /// Slots of the ring of activations; measured on an H200, see docs/performance.md.
     const fn x_slots(&self) -> usize {
-        match self.columns {
-            ..=96 => 5,
+        match (self.output, self.columns) {
+            // Low tiles, which need activations as fast as a multiprocessor can take them.
+            (Output::Plain, _) => 12,
+            (_, ..=96) => 5,
             _ => 4,
         }
     }
@@ -66,18 +79,33 @@ impl Form {
     /// Slots of the ring of weights: what is left.
     const fn w_slots(&self) -> usize {
         let fit = (SHARED_BYTES - 1024 - self.x_bytes()) / (self.tile_rows * 2 * CHUNK);
-        if fit < 10 { fit } else { 10 }
+        let most = match self.output {
+            Output::Plain => 40,
+            _ => 10,
+        };
+        if fit < most { fit } else { most }
+    }
+
+    /// Slots of weights that are on their way at once: about 58 KB of them.
+    const fn w_flying(&self) -> usize {
+        match self.output {
+            Output::Plain => (3 * USUAL_TILE_ROWS).div_ceil(self.tile_rows),
+            _ => 3,
+        }
     }
 
     /// As `GateUpMemory::BYTES` in the kernel.
-    const fn shared_bytes(&self) -> usize {
+    pub(super) const fn shared_bytes(&self) -> usize {
         let rings = self.w_slots() * self.tile_rows * 2 * CHUNK + self.x_bytes();
         rings + 16 * (self.w_slots() + self.x_slots())
     }
 
-    fn spec(&self) -> KernelSpec {
+    pub(super) fn spec(&self) -> KernelSpec {
         KernelSpec::new(
-            format!("wide_gate_up<{}, {}>", self.columns, self.tile_rows),
+            format!(
+                "wide_gate_up<{}, {}, {:?}>",
+                self.columns, self.tile_rows, self.output
+            ),
             include_str!("../../kernels/gate_up.cu"),
         )
         .headers([
@@ -95,7 +123,8 @@ impl Form {
         .define("OF_TILE", self.tile_rows)
         .define("OF_W_SLOTS", self.w_slots())
         .define("OF_X_SLOTS", self.x_slots())
-        .define("OF_W_FLYING", 3)
+        .define("OF_W_FLYING", self.w_flying())
+        .define("OF_OUTPUT", self.output as usize)
         .archs(Archs::Only(vec![Arch::SM_90A]))
         // One block per multiprocessor.
         .entry("wide_gate_up", Limits::registers(self.registers()))
@@ -107,12 +136,13 @@ pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
     let form = |columns| Form {
         columns,
         tile_rows: USUAL_TILE_ROWS,
+        output: Output::Gated,
     };
     COLUMNS.into_iter().map(move |columns| form(columns).spec())
 }
 
 /// The height of tiles with which `n` rows of weights are spread most evenly over `blocks` blocks.
-fn tile_rows(n: usize, blocks: usize) -> usize {
+pub(super) fn tile_rows(n: usize, blocks: usize) -> usize {
     let rounds = n.div_ceil(blocks * MOST_TILE_ROWS);
     n.div_ceil(blocks * rounds).next_multiple_of(GROUP)
 }
@@ -140,19 +170,19 @@ pub struct GateUpOp<'a> {
 
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Pod, Zeroable)]
-struct GateUpParams {
-    w_map: TensorMap,
-    x_map: TensorMap,
-    out: u64,
-    squares_in: u64,
-    rows: u32,
-    units: u32,
-    chunks: u32,
-    tiles: u32,
-    inverse_k: f32,
-    eps: f32,
-    parts: u32,
-    unused: [u32; 5],
+pub(super) struct GateUpParams {
+    pub(super) w_map: TensorMap,
+    pub(super) x_map: TensorMap,
+    pub(super) out: u64,
+    pub(super) squares_in: u64,
+    pub(super) rows: u32,
+    pub(super) units: u32,
+    pub(super) chunks: u32,
+    pub(super) tiles: u32,
+    pub(super) inverse_k: f32,
+    pub(super) eps: f32,
+    pub(super) parts: u32,
+    pub(super) unused: [u32; 5],
 }
 
 /// The kernels for one width, loaded on one device.
@@ -179,7 +209,11 @@ impl GateUp {
         let columns = &COLUMNS[..needed(&COLUMNS, *GATE_UP_ROWS.start(), max_rows)];
         let forms: Vec<Form> = columns
             .iter()
-            .map(|&columns| Form { columns, tile_rows })
+            .map(|&columns| Form {
+                columns,
+                tile_rows,
+                output: Output::Gated,
+            })
             .collect();
         let specs: Vec<_> = forms.iter().map(Form::spec).collect();
         let modules = compiler.load_all(device, &specs)?;
@@ -294,7 +328,11 @@ mod tests {
     fn shared_memory_fits_a_multiprocessor() {
         for columns in COLUMNS {
             for tile_rows in (GROUP..=MOST_TILE_ROWS).step_by(GROUP) {
-                let form = Form { columns, tile_rows };
+                let form = Form {
+                    columns,
+                    tile_rows,
+                    output: Output::Gated,
+                };
                 assert!(form.shared_bytes() <= SHARED_BYTES, "{form:?}");
                 assert!(form.w_slots() >= 4, "{form:?}");
             }

@@ -82,10 +82,11 @@ impl DecodeOptions {
         }
     }
 
-    /// These options with cuts that depend on nothing but the sequence, for rows of up to `max_length` tokens: every 512 of them,
-    /// nothing shared with other sequences.
+    /// These options with cuts that depend on nothing but the sequence, for rows of up to `max_length` tokens: every
+    /// [`split`](Self::split) of them, 1,024 if that is `None`, or more where 256 splits would not hold the longest row; nothing shared
+    /// with other sequences.
     pub fn in_fixed_splits(self, max_length: usize) -> DecodeOptions {
-        let mut split = FIXED_SPLIT;
+        let mut split = self.split.unwrap_or(Self::LARGEST_SPLIT).max(16);
         while max_length.div_ceil(split) > MOST_SPLITS {
             split *= 2;
         }
@@ -242,8 +243,6 @@ impl DecodeOptions {
     }
 }
 
-/// Of [`DecodeOptions::in_fixed_splits`]: what many rows take by default.
-const FIXED_SPLIT: usize = 512;
 /// Tiles of query heads of [`DecodeOptions::together`].
 const TOGETHER_TILES: usize = 4;
 /// Splits of a row at most.
