@@ -10,7 +10,7 @@
 //
 // Rows that a norm has left unscaled are scaled first, by the sums of squares that belong to them.
 //
-// One warp per (row, head); see rope.cuh for which lane holds what.
+// A warp has one or some heads of a row; see rope.cuh for which lane holds what.
 //
 // A row whose page is not mapped (-1), or whose position lies past the table, writes nothing: that
 // is a row which ran one step past its end. A padded row has slot 0, whose row of the page table is
@@ -50,15 +50,16 @@ __device__ __forceinline__ void store_part(u16* to, const float (&in)[PAIRS]) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, 6)
-    qkv_rope_write(const QkvRopeWriteLaunch launch) {
+// HEADS heads a warp, ROPE_WARPS apart.
+template <int HEADS>
+__device__ __forceinline__ void write_heads(const QkvRopeWriteLaunch& launch) {
     const QkvRopeWriteParams& p = launch.heads;
     __shared__ float sums[ROPE_WARPS];
     pdl_release();
     pdl_wait();
     const u32 heads = p.q_heads + 2 * p.kv_heads;
     const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const u32 head = blockIdx.y * ROPE_WARPS + warp;
+    const u32 first = blockIdx.y * (ROPE_WARPS * HEADS) + warp;
     const u32 row = blockIdx.x;
     const u32 low = lane * PAIRS;
     const u32 high = HEAD_DIM / 2 + lane * PAIRS;
@@ -67,26 +68,43 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, 6)
     const u32 part = lane * ROPE_WARPS + warp;
     float squares = 0.f;
     if (launch.squares && part < launch.parts) squares = launch.squares[(u64)part * launch.columns + row];
-    float a[PAIRS] = {}, b[PAIRS] = {};
-    Rotation rotation = {};
-    u16* out = nullptr;
-    const bool rotated = head < p.q_heads + p.kv_heads;
-    if (head < heads) {
+    float a[HEADS][PAIRS] = {}, b[HEADS][PAIRS] = {};
+    Rotation rotations[HEADS] = {};
+    u16* outs[HEADS] = {};
+#pragma unroll
+    for (u32 i = 0; i < HEADS; ++i) {
+        const u32 head = first + i * ROPE_WARPS;
+        if (head >= heads) continue;
         const u16* in = p.qkv + ((u64)row * heads + head) * HEAD_DIM;
-        load_part(in + low, a);
-        load_part(in + high, b);
-        if (rotated) rotation = rotation_of(p, head, row, lane);
-        out = place_of(p, head, row);
+        load_part(in + low, a[i]);
+        load_part(in + high, b[i]);
+        if (head < p.q_heads + p.kv_heads) rotations[i] = rotation_of(p, head, row, lane);
+        outs[i] = place_of(p, head, row);
     }
+    float scale = 1.f;
     if (launch.squares) {
         for (u32 i = part + ROPE_WARPS * 32; i < launch.parts; i += ROPE_WARPS * 32)
             squares += launch.squares[(u64)i * launch.columns + row];
-        const float scale = 1.f / sqrtf(block_sum<ROPE_WARPS>(squares, sums) * launch.inverse_k + launch.eps);
-#pragma unroll
-        for (u32 i = 0; i < PAIRS; ++i) a[i] *= scale, b[i] *= scale;
+        scale = 1.f / sqrtf(block_sum<ROPE_WARPS>(squares, sums) * launch.inverse_k + launch.eps);
     }
-    if (rotated) norm_and_rotate(a, b, rotation, p.eps);
-    if (!out) return;
-    store_part(out + low, a);
-    store_part(out + high, b);
+#pragma unroll
+    for (u32 i = 0; i < HEADS; ++i) {
+        if (launch.squares)
+#pragma unroll
+            for (u32 j = 0; j < PAIRS; ++j) a[i][j] *= scale, b[i][j] *= scale;
+        if (first + i * ROPE_WARPS < p.q_heads + p.kv_heads) norm_and_rotate(a[i], b[i], rotations[i], p.eps);
+        if (!outs[i]) continue;
+        store_part(outs[i] + low, a[i]);
+        store_part(outs[i] + high, b[i]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, 6) qkv_rope_write(const QkvRopeWriteLaunch launch) {
+    write_heads<1>(launch);
+}
+// Of more rows than fit a device at once the launch above leaves a second round, and what comes next waits for its start.
+// On 12.0 four blocks a multiprocessor would leave too few registers.
+#define BLOCKS_OF_THREE (__CUDA_ARCH__ >= 1200 ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, BLOCKS_OF_THREE) qkv_rope_write_three(const QkvRopeWriteLaunch launch) {
+    write_heads<3>(launch);
 }

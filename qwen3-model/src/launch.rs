@@ -54,6 +54,8 @@ const NORM_THREADS: u32 = 256;
 const NORM_VECTORS: [usize; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
 const EMBED_THREADS: u32 = 128;
 const ROPE_WARPS: usize = 8;
+/// Rows of which a warp takes three heads instead of one; measured on an H200, see docs/performance.md.
+const ROPE_THREE_HEADS: std::ops::RangeInclusive<u32> = 129..=256;
 const SILU_THREADS: usize = 256;
 const RANDOM_THREADS: u32 = 256;
 const BIAS_THREADS: usize = 256;
@@ -86,6 +88,7 @@ fn rope_spec(head_dim: usize) -> KernelSpec {
     .headers([ROPE, ROPE_WRITE])
     .define("HEAD_DIM", head_dim)
     .entry("qkv_rope_write", Limits::registers(40))
+    .entry("qkv_rope_write_three", Limits::registers(64))
 }
 
 /// The kernels that do not depend on the model's shape.
@@ -131,6 +134,7 @@ pub struct Kernels {
     embed: Kernel,
     rms_norm: Kernel,
     qkv_rope_write: Kernel,
+    qkv_rope_write_three: Kernel,
     silu_mul: Kernel,
     sample_partial: Kernel,
     sample_weigh: Kernel,
@@ -196,6 +200,7 @@ impl Kernels {
             token_states: kernel(7, "token_states")?,
             rms_norm: kernel(8, "rms_norm")?,
             qkv_rope_write: kernel(9, "qkv_rope_write")?,
+            qkv_rope_write_three: kernel(9, "qkv_rope_write_three")?,
             hidden,
             head_dim,
         })
@@ -452,13 +457,18 @@ impl Kernels {
         if params.rows == 0 {
             return Ok(());
         }
-        let blocks = small("heads", (op.q_heads + 2 * op.kv_heads).div_ceil(ROPE_WARPS))?;
+        let (kernel, heads) = match ROPE_THREE_HEADS.contains(&params.rows) {
+            true => (&self.qkv_rope_write_three, 3),
+            false => (&self.qkv_rope_write, 1),
+        };
+        let blocks = (op.q_heads + 2 * op.kv_heads).div_ceil(ROPE_WARPS * heads);
+        let blocks = small("heads", blocks)?;
         let config = LaunchConfig::with_dimensions([params.rows, blocks, 1], [ROPE_WARPS as u32 * 32, 1, 1])
             .programmatic(true);
         let params = rope_write::QkvRopeWriteLaunch::new(params, scale, stream)?;
         // SAFETY: as in `embed`; the kernel is compiled for this head dimension, and checks slots, pages and places
         // against the table's and the cache's size.
-        Ok(unsafe { self.qkv_rope_write.launch(stream, &config, &params) }?)
+        Ok(unsafe { kernel.launch(stream, &config, &params) }?)
     }
 
     /// `out = silu(gate) * up`, with `gate_up` `[rows, 2 * inner]` and `out` `[rows, inner]`.

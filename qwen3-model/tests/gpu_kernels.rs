@@ -216,7 +216,9 @@ fn rope_case(gpu: &Gpu, seed: u64, head_dim: usize, q_heads: usize, kv_heads: us
         .filter(|&(slot, position)| (slot, position / page_size) != unmapped)
         .collect();
     places.shuffle(&mut rng);
-    places.truncate(40);
+    // A warp has one head of few rows and three of many.
+    let n_mapped = if page_size == 32 { 150 } else { 40 };
+    places.truncate(n_mapped);
     places.extend([
         (0, 0),
         (0, 0),
@@ -230,7 +232,7 @@ fn rope_case(gpu: &Gpu, seed: u64, head_dim: usize, q_heads: usize, kv_heads: us
     let mut qkv = bf16s(&mut rng, rows * heads * head_dim, 1.0);
     // Padded rows carry the same values, as they do in a step.
     let row = heads * head_dim;
-    qkv.copy_within(40 * row..41 * row, 41 * row);
+    qkv.copy_within(n_mapped * row..(n_mapped + 1) * row, (n_mapped + 1) * row);
     let q_norm = normals(&mut rng, head_dim, 1.0);
     let k_norm = normals(&mut rng, head_dim, 1.0);
     let half = head_dim / 2;
