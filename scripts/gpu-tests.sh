@@ -157,8 +157,8 @@ of_library='^matmul::'
 # Kernels whose blocks stay for a whole matrix or step and wait for copies all the while: where racecheck watches every wait they
 # take minutes, and gigabytes for what is still to be looked through. Tests of their own have them watched, others leave them out.
 # decode_layers is left out there, too: racecheck takes a copy of plain bytes (cp.async.bulk), which brings keys and values, for a
-# store of the thread that asks for it, and does not know that the barrier that counts its bytes orders it. Copies by a tensor map,
-# which bring weights, it does not look at.
+# store of the thread that asks for it, and reports it against every read of the ring that it goes to, whether its bytes are
+# expected before or after it. Copies by a tensor map into the same places, ordered by the same barriers, it does not look at.
 long_kernels='decode_layers wide_ nf4_layer'
 their_tests='gpu_(wide_product|four_bit_layer)-'
 

@@ -70,9 +70,10 @@ __device__ __forceinline__ AttentionRow attention_row(const Attention& p, u32 ro
     if (r.slot >= p.n_slots) r.slot = 0;
     const u32 most = p.max_pages << p.page_shift;
     if (r.slot > 0) r.length = min(r.position + 1, most), old = min(r.position, most);
-    // Equal splits, in granules: the blocks that share a row end together, whatever its length.
-    const u32 equal = ((old + p.few_splits - 1) / p.few_splits + 15) & ~15u;
-    r.split = min(max(p.split, equal), (u32)MAX_SPLIT);
+    // As few splits as either limit allows, and equal ones, in granules: the blocks that share a row end together, whatever its
+    // length. A row of little more than MAX_SPLIT is two halves, not a whole split and one of few tokens.
+    const u32 few = max(min((old + p.split - 1) / p.split, p.few_splits), (old + MAX_SPLIT - 1) / MAX_SPLIT);
+    r.split = max(((old + max(few, 1u) - 1) / max(few, 1u) + 15) & ~15u, p.split);
     const u32 splits = max((old + r.split - 1) / r.split, 1u);
     r.items = min(splits, p.max_splits) * p.kv_heads;
     return r;

@@ -181,8 +181,9 @@ __device__ __forceinline__ void keep_full(const DecodeLayersParams& p, u32 base,
                 const u32 tokens = min(next.end - next.token, (u32)GRANULE);
                 const AttentionLayer& layer = p.layers[next.stage / 4].attention;
                 const u16* from = (next.values ? layer.v : layer.k) + next.head + attention_offset(p.attention, next.page, next.token);
-                barrier_expect(barrier, tokens * HEAD_DIM * 2);
+                // Bytes that come before they are expected are counted all the same, and the barrier waits for the arrival.
                 copy_bytes_once(at + to, from, tokens * HEAD_DIM * 2, barrier);
+                barrier_expect(barrier, tokens * HEAD_DIM * 2);
                 if (next.values) next.next_granule(p.attention);
                 next.values = !next.values;
             }

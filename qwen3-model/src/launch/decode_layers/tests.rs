@@ -9,14 +9,22 @@ fn every_row_has_room_for_its_splits() {
         assert!(tokens % 16 == 0 && (16..=MAX_SPLIT).contains(&tokens));
         // Tokens besides the newest.
         for length in [
-            0_usize, 1, 63, 64, 65, 1000, 4096, 32_768, 63_488, 63_489, 131_072,
+            0_usize, 1, 63, 64, 65, 1000, 4096, 8192, 8193, 16_384, 16_390, 32_768, 63_488, 63_489, 131_072,
         ] {
             // As the kernel finds them.
-            let equal = length.div_ceil(few).next_multiple_of(16);
-            let split = equal.max(tokens).min(MAX_SPLIT);
+            let least = length.div_ceil(MAX_SPLIT);
+            let wanted = length.div_ceil(tokens).min(few).max(least).max(1);
+            let split = length.div_ceil(wanted).next_multiple_of(16).max(tokens);
             let splits = length.div_ceil(split).max(1);
-            assert!(splits <= length.div_ceil(MAX_SPLIT).max(Splits::MOST_FEW));
-            assert!(splits <= few || split == MAX_SPLIT, "{pairs} {length}");
+            assert!(split <= MAX_SPLIT, "{pairs} {length}");
+            assert!(splits <= least.max(Splits::MOST_FEW));
+            assert!(splits <= few.max(least), "{pairs} {length}");
+            // The last one is no mere rest: blocks that share a row end together.
+            let last = length - (splits - 1) * split;
+            assert!(
+                splits == 1 || split - last < 16 * splits || split == tokens,
+                "{pairs} {length}"
+            );
         }
     }
 }
