@@ -45,6 +45,8 @@ use report::{report, table, write_reports};
 /// What all reports of a run have in common.
 struct Run<'a> {
     args: &'a BenchArgs,
+    /// What --compare names.
+    baseline: Option<&'a compare::Baseline<'a>>,
     subject: &'a Subject,
     /// What a tuned profile chose.
     options: TunedOptions,
@@ -87,9 +89,9 @@ pub(super) fn run(args: &BenchArgs, trace: Option<&Path>) -> Result<(), CliError
     for read in [("--plot-other", &args.plot_other), ("--compare", &args.compare)] {
         distinct_files(&[(read.0, read.1.as_deref()), ("--plot", args.plot.as_deref())])?;
     }
-    if let Some(path) = &args.compare {
-        compare::Baseline::read(path)?;
-    }
+    // Now, not after the measurements: --stats-path may be the same file.
+    let baseline = args.compare.as_deref().map(compare::Baseline::read);
+    let baseline = baseline.transpose()?;
     let begin = Instant::now();
     let subject = Subject::of(args)?;
     let profile = TunedProfile::find(&args.kernels.tuned(), &subject.device, &subject.shape())?;
@@ -99,6 +101,7 @@ pub(super) fn run(args: &BenchArgs, trace: Option<&Path>) -> Result<(), CliError
     let options = profile.map(|profile| profile.options).unwrap_or_default();
     let run = |runner: &dyn Runner| Run {
         args,
+        baseline: baseline.as_ref(),
         subject: &subject,
         options,
         batches: batches.clone(),
@@ -194,7 +197,7 @@ fn run_on_gpu(of: &Run<'_>, mut runner: crate::CudaRunner) -> Result<(), CliErro
             refresh.total_ms, refresh.merge_ms
         ))?;
     }
-    write_reports(args, reports)
+    write_reports(of, reports)
 }
 
 /// With the limits that were asked for.
@@ -246,7 +249,7 @@ fn run_on_cpu<R: Runner>(of: &Run<'_>, mut runner: R) -> Result<(), CliError> {
         reports.push(report);
     }
     write_stdout(&table(&of.heading(), None, &reports))?;
-    write_reports(args, reports)
+    write_reports(of, reports)
 }
 
 fn report_growth(of: &Run<'_>, points: &[growth::Point], floor: &Floor) -> Result<(), CliError> {
@@ -274,5 +277,5 @@ fn serve_arrivals<R: Runner>(of: &Run<'_>, rate: f64, scheduler: &mut Scheduler<
         write_stdout(&format!("\n{text}"))?;
         reports.push(of.describe(report));
     }
-    write_reports(of.args, reports)
+    write_reports(of, reports)
 }

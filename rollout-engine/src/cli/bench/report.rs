@@ -5,26 +5,23 @@ use std::fmt::Write as _;
 use qwen3_model::QuantType;
 use serde_json::{Value, json};
 
-use super::BenchArgs;
-use super::compare;
 use super::floor::Floor;
 use super::workload::{Measured, median};
+use super::{BenchArgs, Run};
 use crate::cli::CliError;
 
-pub(super) fn write_reports(args: &BenchArgs, mut reports: Vec<Value>) -> Result<(), CliError> {
+pub(super) fn write_reports(of: &Run<'_>, mut reports: Vec<Value>) -> Result<(), CliError> {
+    let args = of.args;
     if let Some(path) = &args.plot {
         crate::cli::plot::write_reports(&reports, args.plot_other.as_deref(), path)?;
     }
-    // Before --stats-path is written: it may be the same file.
-    let baseline = args.compare.as_deref().map(compare::Baseline::read);
-    let baseline = baseline.transpose()?;
     let of_compare = reports.clone();
     let value = match args.batches.is_empty() && reports.len() == 1 {
         true => reports.remove(0),
         false => Value::Array(reports),
     };
     write_json(args, &value)?;
-    match baseline {
+    match of.baseline {
         Some(baseline) => baseline.check(&of_compare, args.compare_tokens),
         None => Ok(()),
     }
