@@ -49,7 +49,7 @@ impl Form {
     }
 
     /// As `GateUpMemory::THREADS` in the kernel.
-    pub(super) const fn threads(&self) -> usize {
+    const fn threads(&self) -> usize {
         match self.groups() {
             4 => 512,
             groups => groups * 128 + 64,
@@ -142,7 +142,7 @@ pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
 }
 
 /// The height of tiles with which `n` rows of weights are spread most evenly over `blocks` blocks.
-pub(super) fn tile_rows(n: usize, blocks: usize) -> usize {
+fn tile_rows(n: usize, blocks: usize) -> usize {
     let rounds = n.div_ceil(blocks * MOST_TILE_ROWS);
     n.div_ceil(blocks * rounds).next_multiple_of(GROUP)
 }
@@ -170,71 +170,89 @@ pub struct GateUpOp<'a> {
 
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Pod, Zeroable)]
-pub(super) struct GateUpParams {
-    pub(super) w_map: TensorMap,
-    pub(super) x_map: TensorMap,
-    pub(super) out: u64,
-    pub(super) squares_in: u64,
-    pub(super) rows: u32,
-    pub(super) units: u32,
-    pub(super) chunks: u32,
-    pub(super) tiles: u32,
-    pub(super) inverse_k: f32,
-    pub(super) eps: f32,
-    pub(super) parts: u32,
-    pub(super) unused: [u32; 5],
+struct GateUpParams {
+    w_map: TensorMap,
+    x_map: TensorMap,
+    out: u64,
+    squares_in: u64,
+    rows: u32,
+    units: u32,
+    chunks: u32,
+    tiles: u32,
+    inverse_k: f32,
+    eps: f32,
+    parts: u32,
+    unused: [u32; 5],
 }
 
-/// The kernels for one width, loaded on one device.
+/// The kernels for weights of one number of rows and one kind of output, loaded on one device, whatever the product is for.
 #[derive(Debug)]
-pub struct GateUp {
+pub(super) struct TileKernels {
     kernels: Vec<(Form, Kernel)>,
-    inner: usize,
+    output: Output,
+    n: usize,
     blocks: usize,
 }
 
-impl GateUp {
-    /// Compiles and loads the kernels for weights of `2 * inner` rows and up to `max_rows` batch rows (those of
-    /// [`GATE_UP_ROWS`] if it is more), or takes them from the compiler's cache. `None` on a device that
-    /// cannot run them and for an `inner` that is no multiple of 4.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
-    pub fn load(compiler: &Compiler, device: &Device, inner: usize, max_rows: usize) -> Result<Option<Self>> {
+/// One launch of them: a [`GateUpOp`] or a [`WholeProductOp`](super::WholeProductOp).
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TileOp<'a> {
+    pub(super) rows: usize,
+    /// Fewest batch rows that are possible.
+    pub(super) fewest: usize,
+    /// `[n, K]`.
+    pub(super) weight: DeviceSlice<'a, bf16>,
+    /// `[rows, K]`.
+    pub(super) input: DeviceSlice<'a, bf16>,
+    /// As in [`GateUpOp::squares`].
+    pub(super) squares: Option<DeviceSlice<'a, f32>>,
+    pub(super) eps: f32,
+    /// `[rows, n]`, or half as wide where gate and up become one.
+    pub(super) out: DeviceSlice<'a, bf16>,
+}
+
+impl TileKernels {
+    /// Compiles and loads the kernels for weights of `n` rows and these numbers of batch rows. `None` on a device that cannot
+    /// run them and for an `n` that is no multiple of 8.
+    pub(super) fn load(
+        compiler: &Compiler,
+        device: &Device,
+        output: Output,
+        n: usize,
+        columns: &[usize],
+    ) -> Result<Option<Self>> {
         let blocks = device.info().multiprocessors as usize;
-        if device.arch() != Arch::SM_90A || inner == 0 || !inner.is_multiple_of(4) {
+        if device.arch() != Arch::SM_90A || n == 0 || !n.is_multiple_of(GROUP) {
             return Ok(None);
         }
-        let tile_rows = tile_rows(2 * inner, blocks);
-        let columns = &COLUMNS[..needed(&COLUMNS, *GATE_UP_ROWS.start(), max_rows)];
-        let forms: Vec<Form> = columns
-            .iter()
-            .map(|&columns| Form {
-                columns,
-                tile_rows,
-                output: Output::Gated,
-            })
-            .collect();
+        let tile_rows = tile_rows(n, blocks);
+        let form = |&columns| Form {
+            columns,
+            tile_rows,
+            output,
+        };
+        let forms: Vec<Form> = columns.iter().map(form).collect();
         let specs: Vec<_> = forms.iter().map(Form::spec).collect();
         let modules = compiler.load_all(device, &specs)?;
         let kernel = |module: &cuda_graphs::Module| Ok(module.kernel("wide_gate_up")?);
         let kernels: Vec<Kernel> = modules.iter().map(kernel).collect::<Result<_>>()?;
         Ok(Some(Self {
             kernels: forms.into_iter().zip(kernels).collect(),
-            inner,
+            output,
+            n,
             blocks,
         }))
     }
 
-    /// Gives one launch to `stream`. Weights may be read before the kernels ahead in the stream have ended: whoever writes
-    /// weights must wait for the device before more work is given to the stream.
-    ///
-    /// # Errors
-    /// [`Error::Option`](crate::Error::Option) for lengths that do not fit each other;
-    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
-    pub fn run(&self, stream: &Stream, op: &GateUpOp<'_>) -> Result<()> {
-        let rows = op.rows;
-        let fits = |form: &Form| GATE_UP_ROWS.contains(&rows) && rows <= form.columns;
+    /// The numbers of batch rows that kernels were loaded for, ascending; fewer are padded.
+    pub(super) fn columns(&self) -> impl Iterator<Item = usize> {
+        self.kernels.iter().map(|(form, _)| form.columns)
+    }
+
+    /// Checks the lengths and gives one launch to `stream`.
+    pub(super) fn run(&self, stream: &Stream, op: &TileOp<'_>) -> Result<()> {
+        let (rows, n) = (op.rows, self.n);
+        let fits = |form: &Form| (op.fewest..=form.columns).contains(&rows);
         let Some((form, kernel)) = self.kernels.iter().find(|(form, _)| fits(form)) else {
             return refuse("rows", format!("{rows} rows at once are not possible"));
         };
@@ -242,9 +260,13 @@ impl GateUp {
         if k == 0 || !k.is_multiple_of(CHUNK) {
             return refuse("input", format!("of {k} columns is not possible"));
         }
+        let width = match self.output {
+            Output::Gated | Output::GatedApart => n / 2,
+            Output::Plain => n,
+        };
         same("input", op.input.len(), rows * k)?;
-        same("weight", op.weight.len(), 2 * self.inner * k)?;
-        same("output", op.out.len(), rows * self.inner)?;
+        same("weight", op.weight.len(), n * k)?;
+        same("output", op.out.len(), rows * width)?;
         aligned("weight", op.weight.ptr(), 16)?;
         aligned("output", op.out.ptr(), 8)?;
         let parts = op.squares.map_or(0, |squares| squares.len() / form.columns);
@@ -255,14 +277,14 @@ impl GateUp {
         for buffer in [op.weight, op.input, op.out] {
             stream.keep_memory(buffer);
         }
-        let tiles = (2 * self.inner).div_ceil(form.tile_rows);
+        let tiles = n.div_ceil(form.tile_rows);
         let params = GateUpParams {
             w_map: self.weight_map(op.weight, k, form)?,
             x_map: input_map(op.input, rows, k, form.columns)?,
             out: op.out.ptr(),
             squares_in: op.squares.map_or(0, |squares| squares.ptr()),
             rows: small("rows", rows)?,
-            units: small("columns", self.inner)?,
+            units: small("columns", width)?,
             chunks: small("chunks", k / CHUNK)?,
             tiles: small("tiles", tiles)?,
             inverse_k: 1.0 / k as f32,
@@ -278,17 +300,60 @@ impl GateUp {
         Ok(unsafe { kernel.launch(stream, &config, &params) }?)
     }
 
-    /// Gate above up in boxes of 64 columns and groups of four rows of each in turn.
+    /// Boxes of 64 columns and the rows of a tile: four of gate and four of up in turn, or all in their order.
     fn weight_map(&self, weight: DeviceSlice<'_, bf16>, k: usize, form: &Form) -> Result<TensorMap> {
         let row = 2 * k as u64;
+        let [second_four, next] = match self.output {
+            Output::Gated | Output::GatedApart => [self.n as u64 / 2 * row, 4 * row],
+            Output::Plain => [4 * row, 8 * row],
+        };
         let spec = TensorMapSpec {
             element: TensorElement::Bf16,
-            dims: &[k as u64, 4, 2, self.inner as u64 / 4],
-            strides: &[row, self.inner as u64 * row, 4 * row],
+            dims: &[k as u64, 4, 2, (self.n / GROUP) as u64],
+            strides: &[row, second_four, next],
             box_dims: &[CHUNK as u32, 4, 2, (form.tile_rows / GROUP) as u32],
             swizzle: Swizzle::Bytes128,
         };
         Ok(TensorMap::tiled(weight, &spec)?)
+    }
+}
+
+/// The kernels for one width, loaded on one device.
+#[derive(Debug)]
+pub struct GateUp {
+    kernels: TileKernels,
+}
+
+impl GateUp {
+    /// Compiles and loads the kernels for weights of `2 * inner` rows and up to `max_rows` batch rows (those of
+    /// [`GATE_UP_ROWS`] if it is more), or takes them from the compiler's cache. `None` on a device that
+    /// cannot run them and for an `inner` that is no multiple of 4.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn load(compiler: &Compiler, device: &Device, inner: usize, max_rows: usize) -> Result<Option<Self>> {
+        let columns = &COLUMNS[..needed(&COLUMNS, *GATE_UP_ROWS.start(), max_rows)];
+        let kernels = TileKernels::load(compiler, device, Output::Gated, 2 * inner, columns)?;
+        Ok(kernels.map(|kernels| Self { kernels }))
+    }
+
+    /// Gives one launch to `stream`. Weights may be read before the kernels ahead in the stream have ended: whoever writes
+    /// weights must wait for the device before more work is given to the stream.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) for lengths that do not fit each other;
+    /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
+    pub fn run(&self, stream: &Stream, op: &GateUpOp<'_>) -> Result<()> {
+        let op = TileOp {
+            rows: op.rows,
+            fewest: *GATE_UP_ROWS.start(),
+            weight: op.weight,
+            input: op.input,
+            squares: op.squares,
+            eps: op.eps,
+            out: op.out,
+        };
+        self.kernels.run(stream, &op)
     }
 }
 

@@ -1,16 +1,11 @@
 //! Products of decode steps by `kernels/gate_up.cuh` in whole tiles: every sum is added up along K in order, by one accumulator.
 //! So they give the bits of every other product of that order, whatever its tiles.
 
-use bytemuck::Zeroable;
-use cuda_graphs::{
-    Arch, Compiler, Device, DeviceSlice, Kernel, KernelSpec, LaunchConfig, Stream, Swizzle, TensorElement,
-    TensorMap, TensorMapSpec,
-};
+use cuda_graphs::{Compiler, Device, DeviceSlice, KernelSpec, Stream};
 use half::bf16;
 
-use super::gate_up::{Form, GateUpParams, Output, tile_rows};
-use super::wide_product::{CHUNK, input_map, needed};
-use super::{aligned, refuse, same, small};
+use super::gate_up::{Form, Output, TileKernels, TileOp};
+use super::wide_product::needed;
 use crate::Result;
 
 /// Batch rows that the kernels of each kind are compiled for.
@@ -57,14 +52,18 @@ impl WholeKind {
         }
     }
 
+    const fn output(self) -> Output {
+        match self {
+            Self::Gated => Output::GatedApart,
+            Self::Plain => Output::Plain,
+        }
+    }
+
     const fn form(self, columns: usize, tile_rows: usize) -> Form {
         Form {
             columns,
             tile_rows,
-            output: match self {
-                Self::Gated => Output::GatedApart,
-                Self::Plain => Output::Plain,
-            },
+            output: self.output(),
         }
     }
 }
@@ -93,10 +92,8 @@ pub(super) fn specs() -> impl Iterator<Item = KernelSpec> {
 /// The kernels for weights of one height, loaded on one device.
 #[derive(Debug)]
 pub struct WholeProduct {
-    kernels: Vec<(Form, Kernel)>,
+    kernels: TileKernels,
     kind: WholeKind,
-    n: usize,
-    blocks: usize,
 }
 
 impl WholeProduct {
@@ -113,23 +110,10 @@ impl WholeProduct {
         n: usize,
         max_rows: usize,
     ) -> Result<Option<Self>> {
-        let blocks = device.info().multiprocessors as usize;
-        if device.arch() != Arch::SM_90A || n == 0 || !n.is_multiple_of(8) {
-            return Ok(None);
-        }
-        let (columns, tile_rows) = (kind.columns(), tile_rows(n, blocks));
-        let forms = columns.iter().take(needed(columns, 1, max_rows));
-        let forms: Vec<Form> = forms.map(|&columns| kind.form(columns, tile_rows)).collect();
-        let specs: Vec<_> = forms.iter().map(Form::spec).collect();
-        let modules = compiler.load_all(device, &specs)?;
-        let kernel = |module: &cuda_graphs::Module| Ok(module.kernel("wide_gate_up")?);
-        let kernels: Vec<Kernel> = modules.iter().map(kernel).collect::<Result<_>>()?;
-        Ok(Some(Self {
-            kernels: forms.into_iter().zip(kernels).collect(),
-            kind,
-            n,
-            blocks,
-        }))
+        let columns = kind.columns();
+        let columns = &columns[..needed(columns, 1, max_rows)];
+        let kernels = TileKernels::load(compiler, device, kind.output(), n, columns)?;
+        Ok(kernels.map(|kernels| Self { kernels, kind }))
     }
 
     /// What it leaves.
@@ -139,7 +123,7 @@ impl WholeProduct {
 
     /// The numbers of batch rows that kernels were loaded for, ascending; fewer are padded.
     pub fn columns(&self) -> impl Iterator<Item = usize> {
-        self.kernels.iter().map(|(form, _)| form.columns)
+        self.kernels.columns()
     }
 
     /// Gives one launch to `stream`. Weights may be read before the kernels ahead in the stream have ended: whoever writes
@@ -149,57 +133,16 @@ impl WholeProduct {
     /// [`Error::Option`](crate::Error::Option) for lengths that do not fit each other;
     /// [`Error::Cuda`](crate::Error::Cuda). Panics: none.
     pub fn run(&self, stream: &Stream, op: &WholeProductOp<'_>) -> Result<()> {
-        let (rows, n, width) = (op.rows, self.n, self.kind.width(self.n));
-        let fits = |form: &Form| (1..=form.columns).contains(&rows);
-        let Some((form, kernel)) = self.kernels.iter().find(|(form, _)| fits(form)) else {
-            return refuse("rows", format!("{rows} rows at once are not possible"));
+        let op = TileOp {
+            rows: op.rows,
+            fewest: 1,
+            weight: op.weight,
+            input: op.input,
+            squares: None,
+            eps: 0.0,
+            out: op.out,
         };
-        let k = op.input.len() / rows;
-        if k == 0 || !k.is_multiple_of(CHUNK) {
-            return refuse("input", format!("of {k} columns is not possible"));
-        }
-        same("input", op.input.len(), rows * k)?;
-        same("weight", op.weight.len(), n * k)?;
-        same("output", op.out.len(), rows * width)?;
-        aligned("weight", op.weight.ptr(), 16)?;
-        aligned("output", op.out.ptr(), 8)?;
-        for buffer in [op.weight, op.input, op.out] {
-            stream.keep_memory(buffer);
-        }
-        let tiles = n.div_ceil(form.tile_rows);
-        let params = GateUpParams {
-            w_map: self.weight_map(op.weight, k, form)?,
-            x_map: input_map(op.input, rows, k, form.columns)?,
-            out: op.out.ptr(),
-            rows: small("rows", rows)?,
-            units: small("columns", width)?,
-            chunks: small("chunks", k / CHUNK)?,
-            tiles: small("tiles", tiles)?,
-            ..Zeroable::zeroed()
-        };
-        let config = LaunchConfig::new(self.blocks.min(tiles) as u32, form.threads() as u32)
-            .dynamic_shared_bytes(form.shared_bytes() as u32)
-            .programmatic(true);
-        // SAFETY: every buffer has the length that the kernel gives it, checked here, and is kept by a capture; the kernel
-        // writes rows and columns that exist alone.
-        Ok(unsafe { kernel.launch(stream, &config, &params) }?)
-    }
-
-    /// Boxes of 64 columns and the rows of a tile: four of gate and four of up in turn, or all in their order.
-    fn weight_map(&self, weight: DeviceSlice<'_, bf16>, k: usize, form: &Form) -> Result<TensorMap> {
-        let row = 2 * k as u64;
-        let [second_four, next] = match self.kind {
-            WholeKind::Gated => [self.n as u64 / 2 * row, 4 * row],
-            WholeKind::Plain => [4 * row, 8 * row],
-        };
-        let spec = TensorMapSpec {
-            element: TensorElement::Bf16,
-            dims: &[k as u64, 4, 2, self.n as u64 / 8],
-            strides: &[row, second_four, next],
-            box_dims: &[CHUNK as u32, 4, 2, (form.tile_rows / 8) as u32],
-            swizzle: Swizzle::Bytes128,
-        };
-        Ok(TensorMap::tiled(weight, &spec)?)
+        self.kernels.run(stream, &op)
     }
 }
 
