@@ -111,7 +111,7 @@ impl Params {
         }
         let bytes: usize = stop.iter().map(String::len).sum();
         if bytes > MAX_STOP_BYTES {
-            let problem = format_args!("{bytes} bytes together are more than {MAX_STOP_BYTES}");
+            let problem = format!("{bytes} bytes together are more than {MAX_STOP_BYTES}");
             return Err(ApiError::bad_param("stop", problem));
         }
         let number = |fields: &mut Fields, name, default: f32| {
