@@ -165,6 +165,9 @@ pub enum Error {
         /// Pages there are.
         n_pages: usize,
     },
+    /// A soft cap is not a finite number above 0.
+    #[error("the soft cap must be a finite number above 0")]
+    SoftCap,
     /// The softmax scale is not a finite number.
     #[error("the softmax scale must be finite")]
     Scale,

@@ -58,12 +58,14 @@ impl MaskMod {
     }
 
     /// Causal with a start per batch row: `q + offset[b] >= kv`, for queries counted from the start of a step while keys
-    /// are counted from the start of the sequence. (Masks made by [`BlockMask::packed`] pass positions already and need
+    /// are counted from the start of the sequence. No offset is so large that the sum wraps. (Masks made by [`BlockMask::packed`] pass positions already and need
     /// only [`MaskMod::causal`].)
     ///
     /// [`BlockMask::packed`]: crate::BlockMask::packed
     pub fn causal_with_offset(offset: impl Into<Vec<i32>>) -> MaskMod {
-        MaskMod::of((q() + IntBuffer::new(offset).at(b())).ge(kv()))
+        let offset = IntBuffer::new(offset).at(b());
+        // What is below 0 goes to the left and what is above to the right, so that neither side can leave 32 bits.
+        MaskMod::of((q() + offset.clone().min(0)).ge(kv() - offset.max(0)))
     }
 
     /// The last `window` keys up to the query and everything after it: `q - kv < window`. With `window` 0 nothing at or
@@ -83,21 +85,32 @@ impl MaskMod {
     }
 
     /// Causal within each document of a packed row: `start[q] <= kv <= q`, where `lengths` are the documents' lengths in
-    /// order. Positions past the last document see only themselves.
+    /// order. Positions past the last document see only themselves. A document that reaches beyond the last position
+    /// there can be (`i32::MAX - 1`) has no end, and documents after it have no position.
+    ///
+    /// Memory: 4 bytes for each position of the documents that end.
     pub fn document_causal(lengths: &[usize]) -> MaskMod {
         let mut start = Vec::new();
-        for length in lengths {
+        let mut endless = None;
+        for &length in lengths {
+            // `start` never grows beyond i32::MAX - 1 elements.
             let first = start.len() as i32;
-            start.resize(start.len() + length, first);
+            let end = start.len().saturating_add(length);
+            if end >= i32::MAX as usize {
+                endless = Some(first);
+                break;
+            }
+            start.resize(end, first);
         }
-        let total = start.len();
-        let start = IntBuffer::new(start);
-        let past = i32::try_from(total).unwrap_or(i32::MAX);
-        // Buffers are never read outside their bounds, so positions past the end take themselves as start.
-        let first: Int = if total == 0 {
-            q()
+        let past = start.len() as i32;
+        // Past the documents that end, a position belongs to the one without an end or is its own start. Buffers are
+        // never read outside their bounds.
+        let rest = endless.map_or_else(q, Int::constant);
+        let first: Int = if start.is_empty() {
+            rest
         } else {
-            q().lt(past).select_int(start.at(q().min(past - 1)), q())
+            let start = IntBuffer::new(start);
+            q().lt(past).select_int(start.at(q().min(past - 1)), rest)
         };
         MaskMod::of(q().ge(kv()) & kv().ge(first))
     }
@@ -133,15 +146,20 @@ impl MaskMod {
         self.expr.deps().on(axis)
     }
 
-    /// One cell. Reads outside a captured buffer give 0. Deep or huge expressions are followed as far as they go; check
-    /// with [`MaskMod::check`] first when they come from outside.
+    /// One cell. Reads outside a captured buffer give 0. Positions count to `i32::MAX`; larger ones are taken for it.
+    /// An expression beyond [`MAX_DEPTH`](crate::expr::MAX_DEPTH) or [`MAX_NODES`](crate::expr::MAX_NODES) counts as
+    /// false; [`MaskMod::check`] tells.
     pub fn allows(&self, b: usize, h: usize, q: usize, kv: usize) -> bool {
         eval::bool_at(&self.expr, cell(b, h, q, kv), 0.0)
     }
 
-    /// `out[i]` = the cell at key `kv + i`.
+    /// `out[i]` = the cell at key `kv + i`, as [`MaskMod::allows`] gives it.
     pub fn eval_row(&self, b: usize, h: usize, q: usize, kv: usize, out: &mut [bool]) {
-        eval::bool_row(&self.expr, cell(b, h, q, kv), out);
+        let (row, beyond) = out.split_at_mut(out.len().min(positions_from(kv)));
+        eval::bool_row(&self.expr, cell(b, h, q, kv), row);
+        if !beyond.is_empty() {
+            beyond.fill(self.allows(b, h, q, usize::MAX));
+        }
     }
 
     /// The allowed keys among `keys` if they form one range (no key is looked at).
@@ -160,14 +178,20 @@ impl MaskMod {
     }
 }
 
+/// A cell; positions beyond 32 bits, which no mask has, are taken for the largest.
 pub(crate) fn cell(b: usize, h: usize, q: usize, kv: usize) -> Cell {
-    // Positions are checked against i32::MAX when a function is bound to a domain.
+    let position = |x: usize| x.min(i32::MAX as usize) as i32;
     Cell {
-        b: b as i32,
-        h: h as i32,
-        q: q as i32,
-        kv: kv as i32,
+        b: position(b),
+        h: position(h),
+        q: position(q),
+        kv: position(kv),
     }
+}
+
+/// Positions from `kv` to the largest.
+pub(crate) fn positions_from(kv: usize) -> usize {
+    (i32::MAX as usize + 1).saturating_sub(kv)
 }
 
 impl BitAnd for MaskMod {
@@ -194,20 +218,30 @@ impl Not for MaskMod {
 /// All of several functions; of none, everything.
 impl FromIterator<MaskMod> for MaskMod {
     fn from_iter<I: IntoIterator<Item = MaskMod>>(masks: I) -> MaskMod {
-        masks
-            .into_iter()
-            .reduce(|x, y| x & y)
-            .unwrap_or_else(MaskMod::all)
+        balanced(masks.into_iter().collect(), |x, y| x & y).unwrap_or_else(MaskMod::all)
     }
+}
+
+/// Joins neighbours until one is left: a tree of many masks is as shallow as it can be.
+fn balanced(mut masks: Vec<MaskMod>, join: impl Fn(MaskMod, MaskMod) -> MaskMod) -> Option<MaskMod> {
+    while masks.len() > 1 {
+        let mut left = masks.into_iter();
+        let mut joined = Vec::with_capacity(left.len().div_ceil(2));
+        while let Some(x) = left.next() {
+            joined.push(match left.next() {
+                Some(y) => join(x, y),
+                None => x,
+            });
+        }
+        masks = joined;
+    }
+    masks.pop()
 }
 
 impl MaskMod {
     /// Any of several functions; of none, nothing.
     pub fn any(masks: impl IntoIterator<Item = MaskMod>) -> MaskMod {
-        masks
-            .into_iter()
-            .reduce(|x, y| x | y)
-            .unwrap_or_else(MaskMod::none)
+        balanced(masks.into_iter().collect(), |x, y| x | y).unwrap_or_else(MaskMod::none)
     }
 
     /// All of several functions; of none, everything.

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::expr::eval;
 use crate::expr::{Axis, Domain, Float, FloatBuffer, bounds, check_size, h, kv, q, score};
-use crate::mask_mod::cell;
+use crate::mask_mod::{cell, positions_from};
 
 /// A score function `(score, b, h, q, kv) -> score`, applied to `scale · q·k` in natural units.
 ///
@@ -44,10 +44,10 @@ impl ScoreMod {
     /// `cap · tanh(score / cap)`.
     ///
     /// # Errors
-    /// [`Error::Zero`] unless `cap` is positive and finite.
+    /// [`Error::SoftCap`] unless `cap` is positive and finite.
     pub fn soft_cap(cap: f32) -> Result<ScoreMod> {
         if !(cap > 0.0 && cap.is_finite()) {
-            return Err(Error::Zero { what: "the soft cap" });
+            return Err(Error::SoftCap);
         }
         Ok(ScoreMod {
             expr: (score() / cap).tanh() * cap,
@@ -104,14 +104,19 @@ impl ScoreMod {
         self.expr.deps().on(axis)
     }
 
-    /// One cell.
+    /// One cell; positions as in [`MaskMod::allows`](crate::MaskMod::allows). An expression beyond
+    /// [`MAX_DEPTH`](crate::expr::MAX_DEPTH) or [`MAX_NODES`](crate::expr::MAX_NODES) gives 0; [`ScoreMod::check`] tells.
     pub fn eval(&self, score: f32, b: usize, h: usize, q: usize, kv: usize) -> f32 {
         eval::float_at(&self.expr, cell(b, h, q, kv), score)
     }
 
-    /// `scores[i]`, the score at key `kv + i`, is replaced by the function's value.
+    /// `scores[i]`, the score at key `kv + i`, is replaced by the function's value, as [`ScoreMod::eval`] gives it.
     pub fn eval_row(&self, b: usize, h: usize, q: usize, kv: usize, scores: &mut [f32]) {
-        eval::float_row(&self.expr, cell(b, h, q, kv), scores);
+        let (row, beyond) = scores.split_at_mut(scores.len().min(positions_from(kv)));
+        eval::float_row(&self.expr, cell(b, h, q, kv), row);
+        for score in beyond {
+            *score = self.eval(*score, b, h, q, usize::MAX);
+        }
     }
 
     /// Proves that no captured buffer is read outside its bounds anywhere in `domain`.
@@ -126,12 +131,23 @@ impl ScoreMod {
 
 /// The ALiBi slopes of `heads` heads: 2^(−8(i+1)/n) for a power of two n, and for other counts those of the next lower
 /// power of two followed by every second slope of twice that.
-pub fn alibi_slopes(heads: usize) -> Vec<f32> {
+///
+/// # Errors
+/// [`Error::TooLarge`] beyond 2¹⁶ heads.
+pub fn alibi_slopes(heads: usize) -> Result<Vec<f32>> {
+    const MAX: usize = 1 << 16;
+    if heads > MAX {
+        return Err(Error::TooLarge {
+            what: "the number of heads",
+            value: heads,
+            max: MAX,
+        });
+    }
     let geometric = |n: usize, i: usize| 2f64.powf(-8.0 * (i + 1) as f64 / n as f64) as f32;
     if heads == 0 {
-        return Vec::new();
+        return Ok(Vec::new());
     }
     let base = 1usize << heads.ilog2();
     let extra = (0..heads - base).map(|i| geometric(2 * base, 2 * i));
-    (0..base).map(|i| geometric(base, i)).chain(extra).collect()
+    Ok((0..base).map(|i| geometric(base, i)).chain(extra).collect())
 }

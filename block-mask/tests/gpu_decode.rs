@@ -379,7 +379,7 @@ fn mask_and_score_functions_are_applied_as_on_the_cpu() {
         let window = MaskMod::sliding_window(random.within(1, 90));
         setup.mask = (seed % 3 != 0)
             .then(|| (MaskMod::causal() & window) | MaskMod::prefix_lm(prefix) & !MaskMod::none());
-        let score = ScoreMod::alibi(alibi_slopes(heads)).then(&ScoreMod::soft_cap(15.0).unwrap());
+        let score = ScoreMod::alibi(alibi_slopes(heads).unwrap()).then(&ScoreMod::soft_cap(15.0).unwrap());
         setup.score = (seed % 3 != 1).then_some(score);
         let attention = setup.attention(&gpu, &sequences, 8).unwrap();
         let n = random.within(1, 6);

@@ -166,7 +166,8 @@ fn random_problem(random: &mut Random, lens: &[usize], page_size: usize) -> Prob
     let (kv_heads, head_dim) = (random.within(1, 2), random.pick(&[64, 128]));
     let sequences = Sequences::new(random, kv_heads, head_dim, page_size, lens);
     let group = random.within(1, 4);
-    let slopes = ScoreMod::alibi(alibi_slopes(group * kv_heads)).then(&ScoreMod::soft_cap(12.0).unwrap());
+    let slopes =
+        ScoreMod::alibi(alibi_slopes(group * kv_heads).unwrap()).then(&ScoreMod::soft_cap(12.0).unwrap());
     let score = (random.below(2) == 0).then_some(slopes);
     let options = random_options(random);
     let layout = QueryLayout::packed(group * kv_heads, head_dim);

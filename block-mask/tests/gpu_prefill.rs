@@ -362,7 +362,7 @@ fn mask_and_score_functions_are_applied_as_on_the_cpu() {
         let heads = setup.heads(&sequences);
         let window = MaskMod::sliding_window(random.within(1, 50));
         setup.mask = (seed % 3 != 0).then(|| window | MaskMod::prefix_lm(vec![3, 0, 9]));
-        let score = ScoreMod::alibi(alibi_slopes(heads)).then(&ScoreMod::soft_cap(15.0).unwrap());
+        let score = ScoreMod::alibi(alibi_slopes(heads).unwrap()).then(&ScoreMod::soft_cap(15.0).unwrap());
         setup.score = (seed % 3 != 1).then_some(score);
         let mut attention = setup.attention(&gpu, &sequences).unwrap();
         let starts = random_starts(&mut random, &sequences);

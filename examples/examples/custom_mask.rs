@@ -67,7 +67,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         scale,
         allowed,
         |score, _, _, _, _| score,
-    );
+    )?;
     let errors = out
         .iter()
         .zip(&expected)

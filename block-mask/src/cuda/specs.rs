@@ -111,7 +111,8 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
 /// Functions that use every kind of node that is printed: integers, floats, buffers, choices.
 fn sample_functions() -> Functions {
     let mask = (MaskMod::causal() & MaskMod::sliding_window(100)) | MaskMod::prefix_lm(vec![3, 5]);
-    let score = ScoreMod::soft_cap(20.0).map(|cap| ScoreMod::alibi(alibi_slopes(8)).then(&cap));
+    let score =
+        alibi_slopes(8).and_then(|slopes| Ok(ScoreMod::alibi(slopes).then(&ScoreMod::soft_cap(20.0)?)));
     let by_parity = MaskMod::new((q() + kv() + b() + h()).rem_floor(2).equals(0));
     let mask = by_parity.map_or(mask.clone(), |parity| mask & !parity);
     Functions::text_only(Some(&mask), score.ok().as_ref())

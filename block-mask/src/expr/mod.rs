@@ -32,10 +32,11 @@ pub use buffer::{FloatBuffer, IntBuffer};
 pub use node::{Axis, Bool, Float, Int, b, h, kv, q, score};
 pub(crate) use node::{BoolNode, Compare, FloatFn, FloatNode, FloatOp, IntNode, IntOp};
 
-/// Deepest nesting that is evaluated; deeper expressions are refused.
+/// Deepest nesting that is evaluated; deeper expressions are refused wherever they are used, and count as 0 or false until
+/// then.
 pub const MAX_DEPTH: usize = 256;
 
-/// Most nodes of an expression, a shared sub-expression counted at each use.
+/// Most nodes of an expression, a shared sub-expression counted at each use; larger ones fare as deeper ones.
 pub const MAX_NODES: usize = 1 << 16;
 
 /// Refuses expressions that are too deep or too large.

@@ -5,6 +5,7 @@ use std::ops;
 use std::sync::Arc;
 
 use super::buffer::{FloatBuffer, IntBuffer};
+use super::check_size;
 
 /// One of the four coordinates of a cell of the attention matrix.
 ///
@@ -159,10 +160,15 @@ macro_rules! handle {
         }
 
         impl $name {
+            /// A tree beyond the limits keeps its measures, by which every use refuses it, but not its nodes: walking
+            /// them, or dropping them, would overflow the stack or never end.
             pub(super) fn build(node: $node, children: &[(Deps, usize, usize)]) -> $name {
-                let deps = children.iter().fold(Deps::NONE, |acc, child| acc | child.0);
                 let depth = children.iter().map(|child| child.1).max().unwrap_or(0).saturating_add(1);
                 let size = children.iter().fold(1usize, |acc, child| acc.saturating_add(child.2));
+                if check_size(depth, size).is_err() {
+                    return $name { depth, size, ..$name::constant(Default::default()) };
+                }
+                let deps = children.iter().fold(Deps::NONE, |acc, child| acc | child.0);
                 $name { node: Arc::new(node), deps, depth, size }
             }
 

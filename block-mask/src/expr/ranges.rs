@@ -63,7 +63,7 @@ fn comparison(op: Compare, x: &Int, y: &Int, cell: Cell, keys: KeyRange) -> Opti
     let x = linear(x, cell, keys)?;
     let y = linear(y, cell, keys)?;
     // x op y  ⇔  slope·kv + offset op 0
-    let (slope, offset) = (x.slope - y.slope, x.offset - y.offset);
+    let Linear { slope, offset } = difference(x, y)?;
     if slope == 0 {
         let holds = match op {
             Compare::Lt => offset < 0,
@@ -79,6 +79,7 @@ fn comparison(op: Compare, x: &Int, y: &Int, cell: Cell, keys: KeyRange) -> Opti
     let (op, slope, offset) = if slope > 0 {
         (op, slope, offset)
     } else {
+        let (slope, offset) = (slope.checked_neg()?, offset.checked_neg()?);
         let mirrored = match op {
             Compare::Lt => Compare::Gt,
             Compare::Le => Compare::Ge,
@@ -86,11 +87,13 @@ fn comparison(op: Compare, x: &Int, y: &Int, cell: Cell, keys: KeyRange) -> Opti
             Compare::Ge => Compare::Le,
             same => same,
         };
-        (mirrored, -slope, -offset)
+        (mirrored, slope, offset)
     };
     // kv op −offset / slope, with slope > 0.
-    let floor = (-offset).div_euclid(slope);
-    let exact = (-offset).rem_euclid(slope) == 0;
+    let zero = offset.checked_neg()?;
+    // Bounds far outside the keys are as good as those next to them.
+    let floor = zero.div_euclid(slope).clamp(keys.0 - 2, keys.1 + 1);
+    let exact = zero.rem_euclid(slope) == 0;
     let below = if exact { floor } else { floor + 1 }; // first key that is not below the bound
     let (low, high) = match op {
         Compare::Lt => (keys.0, below),
@@ -127,13 +130,10 @@ fn linear(expr: &Int, cell: Cell, keys: KeyRange) -> Option<Linear> {
             let y = linear(y, cell, keys)?;
             match op {
                 IntOp::Add => Linear {
-                    slope: x.slope + y.slope,
-                    offset: x.offset + y.offset,
+                    slope: x.slope.checked_add(y.slope)?,
+                    offset: x.offset.checked_add(y.offset)?,
                 },
-                IntOp::Sub => Linear {
-                    slope: x.slope - y.slope,
-                    offset: x.offset - y.offset,
-                },
+                IntOp::Sub => difference(x, y)?,
                 IntOp::Mul if x.slope == 0 => scaled(y, x.offset)?,
                 IntOp::Mul if y.slope == 0 => scaled(x, y.offset)?,
                 _ => return None,
@@ -147,6 +147,13 @@ fn linear(expr: &Int, cell: Cell, keys: KeyRange) -> Option<Linear> {
         i32::try_from(value).ok()?;
     }
     Some(result)
+}
+
+fn difference(x: Linear, y: Linear) -> Option<Linear> {
+    Some(Linear {
+        slope: x.slope.checked_sub(y.slope)?,
+        offset: x.offset.checked_sub(y.offset)?,
+    })
 }
 
 fn scaled(x: Linear, factor: i64) -> Option<Linear> {

@@ -111,6 +111,28 @@ proptest! {
     }
 }
 
+/// With one key only, position 0, any slope passes for one that wraps nowhere.
+#[test]
+fn slopes_that_leave_64_bits_are_not_compared_as_ranges() {
+    let steep = kv() * i32::MAX * i32::MAX;
+    let sum = steep.clone() + steep.clone() + steep.clone();
+    for expr in [
+        sum.clone().lt(5),
+        (-sum.clone()).ge(sum.clone()),
+        (sum.clone() + 5).lt(steep.clone() * -2),
+        (sum * i32::MIN).equals(kv() * i32::MIN),
+    ] {
+        for (first, last) in [(0, 1), (0, 2), (1, 2), (i32::MAX as i64 - 1, i32::MAX as i64)] {
+            if let Some((low, high)) = ranges::allowed(&expr, cell(0, 0, 0, 0), (first, last)) {
+                for key in first..last {
+                    let allowed = bool_at(&expr, cell(0, 0, 0, key as usize), 0.0);
+                    assert_eq!((low..high).contains(&key), allowed, "key {key} of {expr:?}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn comparisons_with_the_key_become_ranges() {
     let range = |expr: Bool, q: usize| ranges::allowed(&expr, cell(0, 0, q, 0), (0, 100));

@@ -307,7 +307,7 @@ impl BlockMask<Logical> {
     /// further blocks and can grow only within their last block.
     ///
     /// # Errors
-    /// [`Error::BlockOutOfRange`] when given lists would have to grow, and the errors of [`from_fn`](Self::from_fn).
+    /// [`Error::RangeOutOfBounds`] when given lists would have to grow, and the errors of [`from_fn`](Self::from_fn).
     pub fn with_lengths(&self, q_len: usize, kv_len: usize) -> Result<BlockMask<Logical>> {
         let old = &self.shape;
         let shape = MaskShape {
@@ -320,13 +320,11 @@ impl BlockMask<Logical> {
         if grows && self.from_function {
             return BlockMask::from_fn_at(shape, self.mask_mod.clone(), position);
         }
-        if shape.q_blocks() > old.q_blocks() || shape.kv_blocks() > old.kv_blocks() {
-            let row = shape.rows().saturating_sub(1);
-            return Err(Error::BlockOutOfRange {
-                row,
-                index: shape.kv_blocks() as i64 - 1,
-                blocks: old.kv_blocks(),
-            });
+        for (what, end, len) in [
+            ("query blocks of the new length", shape.q_blocks(), old.q_blocks()),
+            ("KV blocks of the new length", shape.kv_blocks(), old.kv_blocks()),
+        ] {
+            check_range(what, &(0..end), len)?;
         }
         // Lists keep their meaning when the grid shrinks, but a function made from them counts rows of the old grid.
         let mut mask = BlockMask::empty(shape, self.mask_mod.clone(), position)?;

@@ -191,6 +191,7 @@ impl BlockMask<Physical> {
         if self.extra.packed {
             self.queries
                 .iter()
+                .filter(|span| span.len > 0)
                 .map(|span| span.row + span.len)
                 .max()
                 .unwrap_or(0)

@@ -114,6 +114,11 @@ impl MaskShape {
             .batch
             .checked_mul(self.heads)
             .and_then(|x| x.checked_mul(self.q_blocks()));
+        // Each dense form has at most an element per cell.
+        let cells = [self.heads, self.q_len, self.kv_len]
+            .iter()
+            .try_fold(self.batch, |product, &extent| product.checked_mul(extent))
+            .filter(|&cells| cells <= isize::MAX as usize);
         for (what, value) in [
             ("the number of queries", self.q_len),
             ("the query block size", self.block_q),
@@ -124,6 +129,13 @@ impl MaskShape {
             if value > max {
                 return Err(Error::TooLarge { what, value, max });
             }
+        }
+        if cells.is_none() {
+            return Err(Error::TooLarge {
+                what: "the number of cells",
+                value: usize::MAX,
+                max: isize::MAX as usize,
+            });
         }
         Ok(())
     }

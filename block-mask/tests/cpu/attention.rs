@@ -31,11 +31,11 @@ fn mask_mods(kind: usize, batch: usize, len: usize) -> MaskMod {
 fn score_mods(kind: usize, heads: usize, len: usize) -> Option<ScoreMod> {
     match kind {
         0 | 1 => None,
-        2 => Some(ScoreMod::alibi(alibi_slopes(heads))),
+        2 => Some(ScoreMod::alibi(alibi_slopes(heads).unwrap())),
         3 => Some(
             ScoreMod::soft_cap(2.0)
                 .unwrap()
-                .then(&ScoreMod::alibi(alibi_slopes(heads))),
+                .then(&ScoreMod::alibi(alibi_slopes(heads).unwrap())),
         ),
         4 => Some(
             ScoreMod::relative_bias(

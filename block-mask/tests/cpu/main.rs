@@ -2,5 +2,6 @@
 
 mod attention;
 mod common;
+mod extremes;
 mod masks;
 mod situations;

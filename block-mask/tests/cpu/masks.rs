@@ -194,8 +194,8 @@ fn built_in_functions_say_what_their_names_say() {
     let ranges = MaskMod::key_ranges(vec![1, 0], vec![3, 0]);
     assert!(ranges.allows(0, 0, 0, 2) && !ranges.allows(0, 0, 0, 3) && !ranges.allows(0, 0, 1, 0));
     assert!(MaskMod::every([]).allows(0, 0, 0, 1) && !MaskMod::any([]).allows(0, 0, 0, 0));
-    assert_eq!(alibi_slopes(8)[..2], [0.5, 0.25]);
-    assert_eq!(alibi_slopes(12).len(), 12);
+    assert_eq!(alibi_slopes(8).unwrap()[..2], [0.5, 0.25]);
+    assert_eq!(alibi_slopes(12).unwrap().len(), 12);
     let alibi = ScoreMod::alibi(vec![0.5]);
     assert_eq!(alibi.eval(1.0, 0, 0, 7, 3), -1.0);
     let bias = ScoreMod::relative_bias(vec![1.0, 2.0, 3.0], 1).unwrap();
@@ -295,7 +295,9 @@ fn bad_input_gives_errors() {
     ));
     let other = BlockMask::from_fn(shape.with_blocks(2, 4), causal()).unwrap();
     assert!(matches!(mask.and(&other), Err(Error::Mismatch { .. })));
-    assert!(matches!(ScoreMod::soft_cap(0.0), Err(Error::Zero { .. })));
+    for cap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        assert_eq!(ScoreMod::soft_cap(cap).unwrap_err(), Error::SoftCap);
+    }
     assert!(matches!(
         ScoreMod::relative_bias(vec![0.0; 4], 1),
         Err(Error::Mismatch { .. })

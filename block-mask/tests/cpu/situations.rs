@@ -151,7 +151,7 @@ fn lengths_cropped_after_construction_with_unsorted_lists() {
     }
     let error = whole.with_lengths(32, 65).unwrap_err();
     assert!(
-        matches!(error, Error::BlockOutOfRange { .. }),
+        matches!(error, Error::RangeOutOfBounds { .. }),
         "given lists say nothing about further blocks: {error}"
     );
 }

@@ -242,6 +242,7 @@ pub(crate) fn oracle(
             None => score,
         },
     )
+    .unwrap()
 }
 
 /// Values agree within f32 rounding of sums of this size; −∞ and 0 of empty rows exactly.
