@@ -1,5 +1,6 @@
 //! Sizes that the launch and the kernel must agree on.
 
+use super::params::LayerParams;
 use super::*;
 
 #[test]
