@@ -115,7 +115,8 @@ fn check(setup: &Setup, queries: &[f32], row: usize, len: usize, out: &[f32], to
         scale,
         |_, _, _, _| true,
         |score, _, _, _, _| score,
-    ).expect("the tensors have the shape");
+    )
+    .expect("the tensors have the shape");
     for (found, expected) in out[row * HEADS * DIM..].iter().zip(&expected) {
         assert!(
             (f64::from(*found) - expected).abs() < tolerance,
