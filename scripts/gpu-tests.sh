@@ -95,7 +95,7 @@ if ! gpus=$(nvidia-smi -L 2>&1) || [ -z "$gpus" ]; then
 fi
 if [ -n "$tools" ]; then
   sanitizer=$(PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/bin" command -v compute-sanitizer) || {
-    echo "gpu-tests: NOTHING TESTED: compute-sanitizer is not on the path (it is part of the CUDA toolkit)" >&2
+    echo "gpu-tests: NOTHING TESTED: compute-sanitizer is not on the path (it is in the CUDA toolkit and in the PyPI package nvidia-cuda-sanitizer-api)" >&2
     exit 2
   }
 fi
