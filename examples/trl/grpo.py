@@ -50,7 +50,9 @@ class RolloutServer:
         if step != self.step:
             folder = os.path.join(self.adapters, f"policy-{step}")
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
-            self.post("/v1/load_lora_adapter", {"lora_name": f"policy-{step}", "lora_path": folder})
+            # In place: a trainer that was stopped and started anew may find its names of before.
+            adapter = {"lora_name": f"policy-{step}", "lora_path": folder, "load_inplace": True}
+            self.post("/v1/load_lora_adapter", adapter)
             if self.step is not None:
                 self.post("/v1/unload_lora_adapter", {"lora_name": f"policy-{self.step}"})
                 shutil.rmtree(os.path.join(self.adapters, f"policy-{self.step}"), ignore_errors=True)

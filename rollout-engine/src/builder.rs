@@ -12,7 +12,7 @@ use crate::engine::Engine;
 use crate::pool::PoolSettings;
 use crate::text::TextPipeline;
 use crate::tuned::TunedChoice;
-use crate::{Error, bundled};
+use crate::{Error, model_folder};
 
 /// Settings of an engine. All have defaults; without a model folder the bundled model is used.
 ///
@@ -89,7 +89,8 @@ impl EngineBuilder {
         Self::default()
     }
 
-    /// A folder in Hugging Face form: `config.json`, safetensors, and for text `tokenizer.json`.
+    /// A folder in Hugging Face form: `config.json`, safetensors, and for text `tokenizer.json`; or an id, such as
+    /// `Qwen/Qwen3-0.6B`, that Hugging Face's cache on this machine has. Nothing is fetched.
     #[must_use]
     pub fn model(mut self, dir: impl Into<PathBuf>) -> Self {
         self.model_dir = Some(dir.into());
@@ -300,10 +301,7 @@ impl EngineBuilder {
 
     /// The folder of the model, that of the bundled one if none was given.
     pub(crate) fn model_dir(&self) -> Result<PathBuf, Error> {
-        match &self.model_dir {
-            Some(dir) => Ok(dir.clone()),
-            None => bundled::model_dir(),
-        }
+        model_folder::find(self.model_dir.as_deref())
     }
 
     #[cfg(feature = "serve")]

@@ -27,6 +27,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
+use tracing::level_filters::LevelFilter;
 
 use crate::Error;
 
@@ -128,7 +129,14 @@ fn run_command(cli: &args::Cli) -> Result<(), CliError> {
         args::Command::Bench(_) => output::stdout_is_open()?,
         _ => {}
     }
-    let trace = telemetry::start(cli.trace.as_deref(), !quiet && progress::is_shown())?;
+    let level = match &cli.command {
+        #[cfg(feature = "serve")]
+        args::Command::Serve(_) if quiet => LevelFilter::ERROR,
+        #[cfg(feature = "serve")]
+        args::Command::Serve(_) => LevelFilter::WARN,
+        _ => LevelFilter::OFF,
+    };
+    let trace = telemetry::start(cli.trace.as_deref(), level, !quiet && progress::is_shown())?;
     let result = match &cli.command {
         args::Command::Generate(args) => generate::run(args, cli.trace.as_deref()),
         #[cfg(feature = "cuda")]
@@ -167,16 +175,31 @@ fn report_parse_error(error: &clap::Error) -> ExitCode {
         report("no command was given: use `rollout generate`, or `rollout --help` for all");
         return ExitCode::from(2);
     }
-    let text = error.render().to_string();
-    let mut parts: Vec<&str> = Vec::new();
+    report(&in_one_line(&error.render().to_string()));
+    ExitCode::from(2)
+}
+
+/// What clap says of a usage error in several lines, with the help to look into.
+fn in_one_line(text: &str) -> String {
+    let (mut message, mut command) = (String::new(), "rollout".to_string());
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
+        if let Some(usage) = line.strip_prefix("Usage:") {
+            let words = usage.split_whitespace();
+            let names = words.take_while(|word| !word.starts_with(['[', '<', '-']));
+            command = names.collect::<Vec<_>>().join(" ");
+        }
         if line.starts_with("Usage:") || line.starts_with("For more information") {
             break;
         }
-        parts.push(line.strip_prefix("error: ").unwrap_or(line));
+        let line = line.strip_prefix("error: ").unwrap_or(line);
+        message += match (message.is_empty(), line.starts_with("tip: ")) {
+            (true, _) => "",
+            (false, true) => "; ",
+            (false, false) => " ",
+        };
+        message += line;
     }
-    report(&format!("{}; see `rollout --help`", parts.join(" ")));
-    ExitCode::from(2)
+    format!("{message}; see `{command} --help`")
 }
 
 /// One line on standard error.

@@ -94,7 +94,7 @@ pub enum Error {
     },
 
     /// The device that was asked for cannot be used.
-    #[error("device {device} cannot be used: {reason}; use the device `cpu` or `auto`")]
+    #[error("device {device} cannot be used: {reason}; use the device `cpu` instead")]
     DeviceUnavailable {
         /// As given by the user.
         device: String,
@@ -109,6 +109,16 @@ pub enum Error {
     NonFiniteLogits {
         /// Index of the new token within the completion.
         new_token: usize,
+    },
+
+    /// A model that is neither a folder nor an id that Hugging Face's cache on this machine knows.
+    #[error(
+        "{} is not a folder: give that of a model, or the id of one that was fetched, as by `hf download Qwen/Qwen3-0.6B`",
+        path.display()
+    )]
+    NoModelFolder {
+        /// What was given.
+        path: PathBuf,
     },
 
     /// A file that cannot be read or written.
@@ -128,6 +138,10 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+
+    /// The thread of a server's engine has panicked.
+    #[error("the engine has ended by a fault, which its own message describes: please report it")]
+    EngineEnded,
 
     /// Text was asked for, but the engine was built without a tokenizer.
     #[error(

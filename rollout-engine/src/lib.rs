@@ -15,6 +15,7 @@ mod error;
 pub mod fake_runner;
 mod groups;
 pub mod memory;
+mod model_folder;
 mod model_runner;
 pub mod pool;
 mod prefix_index;

@@ -56,8 +56,9 @@ pub(super) enum Command {
 
 #[derive(Debug, Args)]
 pub(super) struct GenerateArgs {
-    /// Model folder in Hugging Face form (config.json, *.safetensors, tokenizer.json). Default: the bundled model.
-    #[arg(long, value_name = "DIR")]
+    /// Model folder in Hugging Face form (config.json, *.safetensors, tokenizer.json), or the id of a model in Hugging Face's
+    /// cache, such as Qwen/Qwen3-0.6B. Default: the bundled model.
+    #[arg(long, value_name = "DIR|ID")]
     pub(super) model: Option<PathBuf>,
 
     /// LoRA adapter to generate with, a PEFT folder (adapter_config.json, adapter_model.safetensors). May be given
@@ -104,7 +105,7 @@ pub(super) struct GenerateArgs {
     pub(super) raw: bool,
 
     /// Most new tokens per completion, in tokens.
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
+    #[arg(long, visible_alias = "max-tokens", value_name = "N", default_value_t = 256, value_parser = positive)]
     pub(super) max_new_tokens: usize,
 
     /// Completions of each prompt. They share its pages; their lines and texts come apart by `index`.
@@ -112,7 +113,7 @@ pub(super) struct GenerateArgs {
     pub(super) n: usize,
 
     /// Most sequences generated at once, in sequences. Default: 64.
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, visible_alias = "max-num-seqs", value_name = "N", value_parser = positive)]
     pub(super) max_batch_size: Option<usize>,
 
     /// Pages of the KV cache, in pages, one of them reserved. Default: enough for the largest batch of the longest
@@ -121,11 +122,11 @@ pub(super) struct GenerateArgs {
     pub(super) n_pages: Option<usize>,
 
     /// Size of a page, in tokens. Default: 64.
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, visible_alias = "block-size", value_name = "N", value_parser = positive)]
     pub(super) page_size: Option<usize>,
 
     /// Longest sequence, prompt and completion together, in tokens. Default: what the model's positions allow.
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, visible_alias = "max-model-len", value_name = "N", value_parser = positive)]
     pub(super) max_seq_length: Option<usize>,
 
     /// Where to run: auto (a GPU if there is a usable one, else the CPU), cpu, or cuda:N.
@@ -133,7 +134,7 @@ pub(super) struct GenerateArgs {
     pub(super) device: DeviceChoice,
 
     /// Keep pages of computed prompts and completions for later prompts that start with the same tokens.
-    #[arg(long)]
+    #[arg(long, visible_alias = "enable-prefix-caching")]
     pub(super) prefix_cache: bool,
 
     /// The same bits for a request whatever else is in the batch, however its prompt is cut into chunks, and whether it is
@@ -142,7 +143,7 @@ pub(super) struct GenerateArgs {
     pub(super) batch_invariant: bool,
 
     /// On a GPU, launch decode steps kernel by kernel instead of replaying CUDA graphs. The results are the same.
-    #[arg(long)]
+    #[arg(long, visible_alias = "enforce-eager")]
     pub(super) no_capture_cudagraph: bool,
 
     #[command(flatten)]
@@ -184,8 +185,8 @@ impl GenerateArgs {
 
 #[derive(Debug, Args)]
 pub(super) struct InspectArgs {
-    /// Model folder in Hugging Face form. Default: the bundled model.
-    #[arg(long, value_name = "DIR")]
+    /// Model folder in Hugging Face form, or the id of a model in Hugging Face's cache. Default: the bundled model.
+    #[arg(long, value_name = "DIR|ID")]
     pub(super) model: Option<PathBuf>,
 
     /// Memory to divide between weights and KV cache, as a number with a unit, such as 16GB, 80GiB or 500MB.

@@ -18,7 +18,7 @@ use crate::device::DeviceChoice;
 use crate::engine::Engine;
 use crate::memory::{format_bytes, peak_memory};
 use crate::text::ChatTemplates;
-use crate::{Error, bundled};
+use crate::{Error, model_folder};
 
 /// `trace` is the file of `--trace`, which has been opened.
 pub(super) fn run(args: &GenerateArgs, trace: Option<&Path>) -> Result<(), CliError> {
@@ -26,10 +26,7 @@ pub(super) fn run(args: &GenerateArgs, trace: Option<&Path>) -> Result<(), CliEr
     refuse_what_has_no_effect_on_a_cpu(args)?;
     refuse_to_overwrite_the_input(args)?;
     refuse_one_file_for_two(args, trace)?;
-    let model_dir = match &args.model {
-        Some(dir) => dir.clone(),
-        None => bundled::model_dir()?,
-    };
+    let model_dir = model_folder::find(args.model.as_deref())?;
     // Prompts first: a mistake in them shows before a large model is loaded.
     let has_template = args.prompts.is_none() && !ChatTemplates::from_dir(&model_dir)?.is_empty();
     let sampling = args.sampling.params(args.max_new_tokens, &model_dir)?;
@@ -296,7 +293,9 @@ fn refuse_input(
     }
     let path = path.and_then(|path| path.canonicalize().ok());
     // Weights are mapped while the command runs: truncating them would end it, and lose them.
-    for folder in args.model.iter().chain(&args.adapter) {
+    let model = args.model.as_deref();
+    let model = model.and_then(|model| model_folder::find(Some(model)).ok());
+    for folder in model.iter().chain(&args.adapter) {
         let inside = path
             .as_ref()
             .zip(folder.canonicalize().ok())

@@ -11,13 +11,10 @@ use super::args::InspectArgs;
 use super::output::write_stdout;
 use crate::memory::{available_memory, format_bytes};
 use crate::text::TextPipeline;
-use crate::{Error, bundled};
+use crate::{Error, model_folder};
 
 pub(super) fn run(args: &InspectArgs) -> Result<(), CliError> {
-    let dir = match &args.model {
-        Some(dir) => dir.clone(),
-        None => bundled::model_dir()?,
-    };
+    let dir = model_folder::find(args.model.as_deref())?;
     write_stdout(&describe(&dir, args.memory)?)
 }
 
@@ -170,7 +167,7 @@ mod tests {
 
     #[test]
     fn the_bundled_model_is_described() {
-        let dir = bundled::model_dir().expect("is there");
+        let dir = crate::bundled::model_dir().expect("is there");
         let text = describe(&dir, Some(1_000_000_000)).expect("describes");
         for line in [
             "vocabulary            1024 (571 with a token)",

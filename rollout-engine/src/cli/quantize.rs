@@ -8,12 +8,13 @@ use qwen3_model::{QuantType, QuantizeOptions, quantize_folder};
 use super::CliError;
 use super::output::write_stdout;
 use crate::memory::format_bytes;
-use crate::{Error, bundled};
+use crate::{Error, model_folder};
 
 #[derive(Debug, Args)]
 pub(super) struct QuantizeArgs {
-    /// Model folder in Hugging Face form, in bf16, f16 or f32. Default: the bundled model.
-    #[arg(long, value_name = "DIR")]
+    /// Model folder in Hugging Face form, or the id of a model in Hugging Face's cache, in bf16, f16 or f32. Default: the
+    /// bundled model.
+    #[arg(long, value_name = "DIR|ID")]
     model: Option<PathBuf>,
 
     /// Folder to write: new or empty. transformers with bitsandbytes loads it, and so does this command.
@@ -35,10 +36,7 @@ pub(super) struct QuantizeArgs {
 }
 
 pub(super) fn run(args: &QuantizeArgs) -> Result<(), CliError> {
-    let model_dir = match &args.model {
-        Some(dir) => dir.clone(),
-        None => bundled::model_dir()?,
-    };
+    let model_dir = model_folder::find(args.model.as_deref())?;
     let mut options = QuantizeOptions::default();
     options.quant_type = args.quant_type;
     options.double_quant = !args.no_double_quant;

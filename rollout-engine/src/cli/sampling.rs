@@ -102,8 +102,8 @@ impl DrawArgs {
 /// Flags of `rollout generate` that become [`SamplingParams`].
 #[derive(Debug, Default, Args)]
 pub(super) struct SamplingArgs {
-    /// Fewest new tokens per completion, in tokens: before, ids and texts that end a completion do not. Default: 0.
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    /// Fewest new tokens per completion, in tokens: before, ids and texts that end a completion do not.
+    #[arg(long, visible_alias = "min-tokens", value_name = "N", default_value_t = 0)]
     min_new_tokens: usize,
 
     #[command(flatten)]
@@ -130,7 +130,7 @@ pub(super) struct SamplingArgs {
     #[arg(long)]
     ignore_eos: bool,
 
-    /// With --output: for every new token, the N most likely ones, at most 20, with their log-probabilities. Default: 0.
+    /// With --output: for every new token, the N most likely ones, at most 20, with their log-probabilities.
     #[arg(long, value_name = "N", default_value_t = 0, requires = "output")]
     top_logprobs: usize,
 }

@@ -1,27 +1,32 @@
 //! `rollout serve`.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 use qwen3_model::{MergeMode, PristineCopy};
+use tokio::net::TcpSocket;
 
 use super::args::{device, positive};
 use super::kernel_args::KernelArgs;
 use super::{CliError, report};
 use crate::device::DeviceChoice;
 use crate::engine::Engine;
+use crate::model_folder;
 use crate::pool::PoolSettings;
 use crate::serve::{LogprobsMode, ServeSettings, Server};
 
+/// Connections that the system holds until they are accepted.
+const BACKLOG: u32 = 1024;
+
 #[derive(Debug, Args)]
 pub(super) struct ServeArgs {
-    /// Model folder in Hugging Face form. Default: the bundled model.
-    #[arg(long, value_name = "DIR")]
+    /// Model folder in Hugging Face form, or the id of a model in Hugging Face's cache. Default: the bundled model.
+    #[arg(long, value_name = "DIR|ID")]
     model: Option<PathBuf>,
 
-    /// Name of the base model in requests. Default: the name of its folder.
+    /// Name of the base model in requests. Default: its id, or the name of its folder.
     #[arg(long, value_name = "NAME")]
     served_model_name: Option<String>,
 
@@ -47,8 +52,13 @@ pub(super) struct ServeArgs {
     allow_root: Vec<PathBuf>,
 
     /// Most adapters that requests can name at once.
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = positive)]
+    #[arg(long, visible_alias = "max-loras", value_name = "N", default_value_t = 16, value_parser = positive)]
     max_adapters: usize,
+
+    /// Turn a model in 4 bits into bf16 when it is loaded: four times the memory, and adapters are merged. Without effect
+    /// on other models.
+    #[arg(long)]
+    dequantize: bool,
 
     /// Apply adapters at run time, next to the base weights, instead of merging them: requests under any of them share a
     /// batch, and there is no rounding of merged weights, but steps are slower. Always so for a model in 4 bits.
@@ -65,7 +75,7 @@ pub(super) struct ServeArgs {
     logprobs_mode: LogprobsMode,
 
     /// Most sequences generated at once, in sequences. Default: 64.
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, visible_alias = "max-num-seqs", value_name = "N", value_parser = positive)]
     max_batch_size: Option<usize>,
 
     /// Pages of the KV cache, in pages, one of them reserved. Default: enough for the largest batch of the longest
@@ -74,17 +84,22 @@ pub(super) struct ServeArgs {
     n_pages: Option<usize>,
 
     /// Size of a page, in tokens. Default: 64.
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, visible_alias = "block-size", value_name = "N", value_parser = positive)]
     page_size: Option<usize>,
 
     /// Longest sequence, prompt and completion together, in tokens. Default: what the model's positions allow.
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, visible_alias = "max-model-len", value_name = "N", value_parser = positive)]
     max_seq_length: Option<usize>,
 
     /// Keep the pages of computed prefixes, such as a system prompt, for later requests under the same policy. The results
     /// are the same.
-    #[arg(long)]
+    #[arg(long, visible_alias = "enable-prefix-caching")]
     prefix_cache: bool,
+
+    /// The same bits for a request whatever else is in the batch, however its prompt is cut into chunks, and whether it is
+    /// preempted; slower on a GPU. On a CPU that always holds.
+    #[arg(long)]
+    batch_invariant: bool,
 
     /// Most completions accepted and not finished, waiting and running together; further requests are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 8192, value_parser = positive)]
@@ -98,6 +113,11 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 32 << 20, value_parser = positive)]
     max_body_bytes: usize,
 
+    /// Seconds after which paused generation goes on by itself, as after a trainer that ended without `/resume`. A pause can
+    /// name another time: `/pause?timeout=N`. Default: it stays paused.
+    #[arg(long, value_name = "N", value_parser = seconds)]
+    pause_timeout: Option<Duration>,
+
     /// Seconds that requests under way have to finish after SIGTERM or Ctrl-C. A second signal ends at once.
     #[arg(long, value_name = "N", default_value_t = 60)]
     drain_timeout: u64,
@@ -107,7 +127,7 @@ pub(super) struct ServeArgs {
     device: DeviceChoice,
 
     /// On a GPU, launch decode steps kernel by kernel instead of replaying CUDA graphs. The results are the same.
-    #[arg(long)]
+    #[arg(long, visible_alias = "enforce-eager")]
     no_capture_cudagraph: bool,
 
     #[command(flatten)]
@@ -131,6 +151,10 @@ impl ServeArgs {
 
 pub(super) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let settings = settings(args)?;
+    let cannot_listen =
+        |error| CliError::Failed(format!("cannot listen on {}:{}: {error}", args.host, args.port));
+    // A port that is taken shows before a large model is loaded; nobody can connect until it is.
+    let socket = bind((args.host, args.port).into()).map_err(cannot_listen)?;
     let server = open(args, settings.clone())?;
     if let (Some(notice), false) = (server.notice(), args.quiet) {
         report(notice);
@@ -144,10 +168,7 @@ pub(super) fn run(args: &ServeArgs) -> Result<(), CliError> {
         .build()
         .map_err(|error| CliError::Failed(format!("the server's threads cannot be started: {error}")))?;
     runtime.block_on(async {
-        let listener = tokio::net::TcpListener::bind((args.host, args.port)).await;
-        let listener = listener.map_err(|error| {
-            CliError::Failed(format!("cannot listen on {}:{}: {error}", args.host, args.port))
-        })?;
+        let listener = socket.listen(BACKLOG).map_err(cannot_listen)?;
         if !args.quiet {
             if !args.host.is_loopback() && settings.api_key.is_none() {
                 report("anyone who reaches this address can use the server: set a key with --api-key-env");
@@ -163,22 +184,33 @@ pub(super) fn run(args: &ServeArgs) -> Result<(), CliError> {
         }
         let signal = shutdown_signal()?;
         let quiet = args.quiet;
-        server
-            .run(listener, async move {
-                signal.await;
-                if !quiet {
-                    report("finishing the requests under way; a second signal ends at once");
-                }
-            })
-            .await;
-        Ok(())
+        let ending = async move {
+            signal.await;
+            if !quiet {
+                report("finishing the requests under way; a second signal ends at once");
+            }
+        };
+        server.run(listener, ending).await.map_err(CliError::from)
     })
+}
+
+fn bind(address: SocketAddr) -> std::io::Result<TcpSocket> {
+    let socket = match address {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    // So that a server can be started anew at once. Elsewhere it means something else.
+    #[cfg(unix)]
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    Ok(socket)
 }
 
 fn settings(args: &ServeArgs) -> Result<ServeSettings, CliError> {
     let model_name = match (&args.served_model_name, &args.model) {
         (Some(name), _) => name.clone(),
         (None, None) => "tiny-qwen3-math".into(),
+        (None, Some(dir)) if model_folder::hub_id(dir).is_some() => dir.display().to_string(),
         (None, Some(dir)) => {
             let real = dir.canonicalize().unwrap_or_else(|_| dir.clone());
             real.file_name()
@@ -216,6 +248,7 @@ fn settings(args: &ServeArgs) -> Result<ServeSettings, CliError> {
     settings.limits.max_unfinished = args.max_unfinished;
     settings.limits.max_connections = args.max_connections;
     settings.limits.max_body_bytes = args.max_body_bytes;
+    settings.pause_timeout = args.pause_timeout;
     settings.limits.drain_timeout = Duration::from_secs(args.drain_timeout);
     Ok(settings)
 }
@@ -235,6 +268,8 @@ fn open(args: &ServeArgs, settings: ServeSettings) -> Result<Server, CliError> {
         .kernel_options(args.kernels.options())
         .tuned_profile(args.kernels.tuned())
         .prefix_cache(args.prefix_cache)
+        .batch_invariant(args.batch_invariant)
+        .dequantize(args.dequantize)
         .seed(args.seed.unwrap_or_else(random_seed));
     if let Some(dir) = &args.model {
         builder = builder.model(dir);
@@ -296,10 +331,20 @@ fn named_folder(text: &str) -> Result<(String, PathBuf), String> {
     }
 }
 
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text
+        .parse()
+        .ok()
+        .and_then(|x| Duration::try_from_secs_f64(x).ok());
+    let time = seconds.filter(|time| !time.is_zero());
+    time.ok_or_else(|| "use a number of seconds above 0".into())
+}
+
 fn logprobs_mode(text: &str) -> Result<LogprobsMode, String> {
     match text {
-        "processed" => Ok(LogprobsMode::Processed),
-        "raw" => Ok(LogprobsMode::Raw),
+        // With vLLM's names for them.
+        "processed" | "processed_logprobs" => Ok(LogprobsMode::Processed),
+        "raw" | "raw_logprobs" => Ok(LogprobsMode::Raw),
         _ => Err("use processed or raw".into()),
     }
 }

@@ -9,8 +9,10 @@
 //! | `collect` | waiting for a step's tokens |
 //! | `refresh` | a change of policy |
 //!
-//! Without `--trace`, `RUST_LOG` and a terminal nothing listens, and a span costs one load from memory.
+//! Without `--trace`, `RUST_LOG` and a terminal nobody listens to spans, and each costs one load from memory. `rollout serve`
+//! logs its warnings and errors; the other commands report theirs themselves.
 
+use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::LazyLock;
 
@@ -36,13 +38,18 @@ const CRATES: [&str; 6] = [
     "rollout_engine",
 ];
 
-/// Starts to log what `RUST_LOG` asks for (nothing by default) to standard error, to trace into `trace`, and to show
-/// the progress of loading if `progress`. To be called once; a second call, in tests, changes nothing.
-pub(super) fn start(trace: Option<&Path>, progress: bool) -> Result<Option<TraceFile>, CliError> {
+/// Starts to log to standard error what `RUST_LOG` asks for, or of this crate events of `level`, to trace into `trace`, and
+/// to show the progress of loading if `progress`. To be called once; a second call, in tests, changes nothing.
+pub(super) fn start(
+    trace: Option<&Path>,
+    level: LevelFilter,
+    progress: bool,
+) -> Result<Option<TraceFile>, CliError> {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("off"));
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(format!("rollout_engine={level}")));
     let log = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_filter(filter);
     let file = trace.map(TraceFile::create).transpose()?;
     let ours = filter_fn(|metadata: &Metadata<'_>| {

@@ -13,8 +13,8 @@ use crate::device::DeviceChoice;
 
 #[derive(Debug, Args)]
 pub(super) struct VerifyArgs {
-    /// Model folder in Hugging Face form. Default: the bundled model.
-    #[arg(long, value_name = "DIR")]
+    /// Model folder in Hugging Face form, or the id of a model in Hugging Face's cache. Default: the bundled model.
+    #[arg(long, value_name = "DIR|ID")]
     model: Option<PathBuf>,
 
     /// Adapter, a PEFT folder. May be given several times: the adapters then apply together.

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::UNIX_EPOCH;
 
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path as UrlPath, Request, State};
@@ -14,10 +13,11 @@ use serde_json::{Value, json};
 
 use super::app::App;
 use super::body;
+use super::command::PauseMode;
 use super::error::{ApiError, json_response};
+use super::paths::NOT_THERE;
 use super::policy::Policy;
-use super::worker::PauseMode;
-use super::{metrics, paths};
+use super::{fingerprint, metrics, paths};
 
 type Answer = Result<Response, ApiError>;
 
@@ -125,9 +125,17 @@ pub(super) async fn load_adapter(State(app): State<Arc<App>>, request: Request) 
     load(&app, request, false).await
 }
 
-/// `POST /load_lora_adapter`, as prime-rl calls it: in place unless told otherwise.
+/// `POST /load_lora_adapter`, as prime-rl calls it: in place unless told otherwise, and 404 for files that are not there. It
+/// then tries again, because files of a network's file system can appear late; TRL, which calls the other path, takes
+/// 404 for a server that cannot load adapters.
 pub(super) async fn load_adapter_in_place(State(app): State<Arc<App>>, request: Request) -> Answer {
-    load(&app, request, true).await
+    load(&app, request, true).await.map_err(|error| match error.code {
+        Some(NOT_THERE) => ApiError {
+            status: StatusCode::NOT_FOUND,
+            ..error
+        },
+        _ => error,
+    })
 }
 
 async fn load(app: &Arc<App>, request: Request, in_place: bool) -> Answer {
@@ -165,7 +173,11 @@ async fn load(app: &Arc<App>, request: Request, in_place: bool) -> Answer {
 
 /// Reads an adapter and checks that it fits the model.
 pub(super) fn read_adapter(dir: &Path, config: Option<&Qwen3Config>) -> Result<Arc<Adapter>, ApiError> {
-    let problem = |error: lora_merge::Error| ApiError::bad_param("lora_path", error);
+    let problem = |error: lora_merge::Error| {
+        let absent = matches!(error, lora_merge::Error::NotAnAdapterFolder { .. });
+        let error = ApiError::bad_param("lora_path", error);
+        if absent { error.code(NOT_THERE) } else { error }
+    };
     let adapter = Arc::new(Adapter::load(dir).map_err(problem)?);
     if let Some(config) = config {
         let active = [ActiveAdapter::new(adapter.clone())];
@@ -186,27 +198,25 @@ pub(super) async fn unload_adapter(State(app): State<Arc<App>>, request: Request
     Ok(ok(&json!({ "success": true, "changed": changed })))
 }
 
-/// `POST /pause?mode=keep|wait|abort`.
+/// `POST /pause?mode=keep|wait|abort&timeout=SECONDS`, also as a JSON object.
 pub(super) async fn pause(State(app): State<Arc<App>>, request: Request) -> Answer {
-    let mut mode = PauseMode::Abort;
-    for (name, value) in query(&request) {
-        match (name, value) {
-            ("mode", "keep") => mode = PauseMode::Keep,
-            ("mode", "wait") => mode = PauseMode::Wait,
-            ("mode", "abort") => mode = PauseMode::Abort,
-            ("wait_for_inflight_requests", "true") => mode = PauseMode::Wait,
-            ("wait_for_inflight_requests", "false") => {}
-            // What is cached is keyed by policy, and never used for another one.
-            ("clear_cache", "true" | "false") => {}
-            _ => {
-                return Err(ApiError::bad_param(
-                    name,
-                    format_args!("{value:?} is not supported"),
-                ));
-            }
-        }
-    }
-    app.engine.pause(mode).await?;
+    let mut fields = body::fields_and_query(request, &app).await?;
+    let mode = match fields.take::<String>("mode")?.as_deref() {
+        None if fields.take_flag("wait_for_inflight_requests")? == Some(true) => PauseMode::Wait,
+        None | Some("abort") => PauseMode::Abort,
+        Some("wait") => PauseMode::Wait,
+        Some("keep") => PauseMode::Keep,
+        Some(_) => return Err(ApiError::bad_param("mode", "use keep, wait or abort")),
+    };
+    fields.take_flag("wait_for_inflight_requests")?;
+    // What is cached is keyed by policy, and never used for another one.
+    fields.take_flag("clear_cache")?;
+    let timeout = match fields.take_seconds("timeout")? {
+        None => app.settings.pause_timeout,
+        given => given,
+    };
+    fields.finish()?;
+    app.engine.pause(mode, timeout).await?;
     Ok(ok(&json!({ "status": "paused" })))
 }
 
@@ -241,7 +251,8 @@ pub(super) async fn update_weights(State(app): State<Arc<App>>, request: Request
     let check = move || {
         let dir = paths::allowed(&roots, "weight_dir", &path)?;
         check_weights(&dir, &config)?;
-        let fingerprint = fingerprint(&dir).map_err(|error| ApiError::bad_param("weight_dir", error))?;
+        let fingerprint =
+            fingerprint::of_folder(&dir).map_err(|error| ApiError::bad_param("weight_dir", error))?;
         Ok::<_, ApiError>((dir, fingerprint))
     };
     let (dir, fingerprint) = blocking(check).await?;
@@ -268,24 +279,6 @@ fn check_weights(dir: &Path, config: &Qwen3Config) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Names, sizes and times of a folder's files: equal ones mean that nothing was written.
-fn fingerprint(dir: &Path) -> std::io::Result<Vec<u8>> {
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(dir)? {
-        let entry = entry?;
-        let meta = entry.metadata()?;
-        let time = meta.modified()?.duration_since(UNIX_EPOCH).unwrap_or_default();
-        files.push(format!(
-            "{:?} {} {}\n",
-            entry.file_name(),
-            meta.len(),
-            time.as_nanos()
-        ));
-    }
-    files.sort();
-    Ok(files.concat().into_bytes())
-}
-
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
@@ -293,13 +286,4 @@ async fn blocking<T: Send + 'static>(
         Ok(result) => result,
         Err(_) => Err(ApiError::internal("reading the files failed")),
     }
-}
-
-/// Names and values of a query. None of those that are known needs an escape.
-fn query(request: &Request) -> impl Iterator<Item = (&str, &str)> {
-    let query = request.uri().query().unwrap_or_default();
-    query
-        .split('&')
-        .filter(|pair| !pair.is_empty())
-        .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
 }

@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use qwen3_model::Qwen3Config;
 
 use super::answer::PolicyReport;
+use super::command::{JobEvent, PromptJob};
 use super::error::ApiError;
 use super::handle::{EngineHandle, RunningJob};
 use super::logprobs::TokenWriter;
@@ -16,7 +17,6 @@ use super::params::Params;
 use super::policy::{Policies, Policy};
 use super::settings::ServeSettings;
 use super::snapshot::Shared;
-use super::worker::{JobEvent, PromptJob};
 use crate::Error;
 use crate::completion::Completion;
 use crate::request::Prompt;

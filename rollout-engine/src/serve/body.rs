@@ -21,6 +21,14 @@ const DRAIN_GRACE: Duration = Duration::from_secs(1);
 /// 413 for a body that is too long, 408 for one that is too slow, 503 for one that keeps the server from its end, 400 for one
 /// that is not a JSON object.
 pub(super) async fn fields(request: Request, app: &App) -> Result<Fields, ApiError> {
+    match object(request, app).await? {
+        Some(map) => Ok(Fields::new(map)),
+        None => Err(ApiError::bad_request("the body is empty: send a JSON object")),
+    }
+}
+
+/// `None` for an empty body.
+async fn object(request: Request, app: &App) -> Result<Option<Map<String, Value>>, ApiError> {
     let end = async {
         app.engine.drained().await;
         tokio::time::sleep(DRAIN_GRACE).await;
@@ -30,11 +38,26 @@ pub(super) async fn fields(request: Request, app: &App) -> Result<Fields, ApiErr
         () = end => return Err(ApiError::unavailable("the server is shutting down")),
     };
     if bytes.is_empty() {
-        return Err(ApiError::bad_request("the body is empty: send a JSON object"));
+        return Ok(None);
     }
-    serde_json::from_slice::<Map<String, Value>>(&bytes)
-        .map(Fields::new)
+    serde_json::from_slice(&bytes)
+        .map(Some)
         .map_err(|error| ApiError::bad_request(format!("the body is not a JSON object: {error}")))
+}
+
+/// The fields of the query and of a body, which may be empty; one that both have is the body's.
+///
+/// # Errors
+/// As for [`fields`].
+pub(super) async fn fields_and_query(request: Request, app: &App) -> Result<Fields, ApiError> {
+    let query = request.uri().query().unwrap_or_default().to_owned();
+    let mut map = object(request, app).await?.unwrap_or_default();
+    // None of the names and values that are known needs an escape.
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        map.entry(name).or_insert_with(|| value.into());
+    }
+    Ok(Fields::new(map))
 }
 
 async fn read(request: Request, limits: &Limits) -> Result<Bytes, ApiError> {

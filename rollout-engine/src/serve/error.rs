@@ -131,18 +131,22 @@ impl From<&Error> for ApiError {
                 param: Some("stop_token_ids".into()),
                 ..Self::bad_request(message)
             },
-            Error::NoNewTokens => Self {
-                param: Some("max_tokens".into()),
-                ..Self::bad_request(message)
-            },
+            Error::NoNewTokens => Self::bad_param("max_tokens", "0 cannot work: ask for at least one token"),
             Error::PromptTextTooLong { .. } => Self::bad_request(message).code("context_length_exceeded"),
             Error::InvalidParameter { parameter, .. } => Self {
                 param: Some(api_name(parameter).into()),
-                ..Self::bad_request(message)
+                ..Self::bad_request(in_api_names(&message))
             },
             _ => Self::internal(message),
         }
     }
+}
+
+/// A message of the engine with the names that clients have for its parameters.
+fn in_api_names(message: &str) -> String {
+    let renamed = ["max_new_tokens", "min_new_tokens"];
+    let rename = |message: String, name| message.replace(name, api_name(name));
+    renamed.into_iter().fold(message.into(), rename)
 }
 
 /// What clients call a parameter that the engine calls so.

@@ -1,5 +1,7 @@
 //! The fields of a request's body: each is taken by name, and none may be left over.
 
+use std::time::Duration;
+
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
@@ -49,7 +51,7 @@ impl Fields {
             None | Some(Value::Null) => Ok(None),
             Some(value) => serde_json::from_value(value)
                 .map(Some)
-                .map_err(|error| ApiError::bad_param(format!("{}{name}", self.prefix), error)),
+                .map_err(|error| ApiError::bad_param(format!("{}{name}", self.prefix), in_words(&error))),
         }
     }
 
@@ -57,6 +59,36 @@ impl Fields {
     pub(super) fn require<T: DeserializeOwned>(&mut self, name: &str) -> Result<T, ApiError> {
         self.take(name)?
             .ok_or_else(|| ApiError::bad_param(format!("{}{name}", self.prefix), "this field is required"))
+    }
+
+    /// A switch: true or false, also as the words that a query has for them, in any case.
+    pub(super) fn take_flag(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
+        match self.take::<Value>(name)? {
+            None => Ok(None),
+            Some(Value::Bool(on)) => Ok(Some(on)),
+            Some(Value::String(word)) if word.eq_ignore_ascii_case("true") => Ok(Some(true)),
+            Some(Value::String(word)) if word.eq_ignore_ascii_case("false") => Ok(Some(false)),
+            Some(_) => Err(ApiError::bad_param(
+                format!("{}{name}", self.prefix),
+                "use true or false",
+            )),
+        }
+    }
+
+    /// A time above 0: a number of seconds, also as text, as a query has it.
+    pub(super) fn take_seconds(&mut self, name: &str) -> Result<Option<Duration>, ApiError> {
+        let seconds = match self.take::<Value>(name)? {
+            None => return Ok(None),
+            Some(Value::String(text)) => text.parse().ok(),
+            Some(value) => value.as_f64(),
+        };
+        match seconds.map(Duration::try_from_secs_f64) {
+            Some(Ok(time)) if !time.is_zero() => Ok(Some(time)),
+            _ => Err(ApiError::bad_param(
+                format!("{}{name}", self.prefix),
+                "use a number of seconds above 0, or leave it out",
+            )),
+        }
     }
 
     /// Takes a field that is not implemented and must therefore have a value that changes nothing.
@@ -98,6 +130,23 @@ impl Fields {
     }
 }
 
+/// What serde says of a value of the wrong type, in the words of JSON instead of Rust.
+fn in_words(error: &serde_json::Error) -> String {
+    let words = [
+        ("a whole number", &["usize", "u32", "u64", "i64"][..]),
+        ("a number", &["f32", "f64"]),
+        ("a list", &["a sequence"]),
+        ("an object", &["a map"]),
+    ];
+    let mut text = error.to_string();
+    for (word, names) in words {
+        for name in names {
+            text = text.replace(&format!("expected {name}"), &format!("expected {word}"));
+        }
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,6 +179,11 @@ mod tests {
             .expect("an object");
         let error = nested.take::<usize>("n").expect_err("a string");
         assert_eq!(error.param.as_deref(), Some("sampling_params.n"));
+        assert!(
+            error.message.ends_with("expected a whole number"),
+            "{}",
+            error.message
+        );
         let error = nested.require::<usize>("m").expect_err("absent");
         assert!(error.message.contains("required"), "{}", error.message);
     }

@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use axum::http::StatusCode;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 
+use super::command::{Command, Job, JobEvent, JobId, PauseId, PauseMode, PromptJob};
 use super::error::ApiError;
 use super::policy::Policy;
 use super::snapshot::Shared;
-use super::worker::{Command, Job, JobEvent, JobId, PauseMode, PromptJob};
 
 /// Sends commands to the engine's thread.
 #[derive(Debug)]
@@ -18,6 +19,7 @@ pub(super) struct EngineHandle {
     commands: UnboundedSender<Command>,
     shared: Arc<Shared>,
     next_job: AtomicU64,
+    next_pause: AtomicU64,
     /// Completions accepted and not finished.
     unfinished: Arc<AtomicUsize>,
     max_unfinished: usize,
@@ -34,6 +36,7 @@ impl EngineHandle {
             commands,
             shared,
             next_job: AtomicU64::new(0),
+            next_pause: AtomicU64::new(0),
             unfinished: Arc::default(),
             max_unfinished,
             draining: watch::Sender::new(false),
@@ -81,7 +84,9 @@ impl EngineHandle {
     fn reserve(&self, completions: usize) -> Result<Share, ApiError> {
         let limit = self.max_unfinished;
         if completions > limit {
-            let message = format!("{completions} completions in one request, but the server takes {limit}");
+            let message = format!(
+                "{completions} completions in one request, but the server takes {limit} at once (--max-unfinished)"
+            );
             return Err(ApiError::bad_request(message).code("too_many_completions"));
         }
         let grown = |now: usize| Some(now + completions).filter(|&sum| sum <= limit);
@@ -117,9 +122,19 @@ impl EngineHandle {
         self.unfinished.load(Ordering::Acquire)
     }
 
-    pub(super) async fn pause(&self, mode: PauseMode) -> Result<(), ApiError> {
+    /// Pauses generation, and ends this pause by itself after `timeout`, should nobody else.
+    pub(super) async fn pause(&self, mode: PauseMode, timeout: Option<Duration>) -> Result<(), ApiError> {
         let (done, answer) = oneshot::channel();
-        self.send(Command::Pause(mode, done))?;
+        let id: PauseId = self.next_pause.fetch_add(1, Ordering::Relaxed);
+        self.send(Command::Pause(id, mode, done))?;
+        if let Some(timeout) = timeout {
+            let commands = self.commands.clone();
+            // On its own: the caller may be gone before the time is over, and even before the pause has begun.
+            tokio::spawn(async move {
+                tokio::time::sleep(timeout).await;
+                let _ = commands.send(Command::EndPause(id));
+            });
+        }
         // A resume that came meanwhile ends the waiting, too.
         let _ = answer.await;
         Ok(())

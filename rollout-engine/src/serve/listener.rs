@@ -31,7 +31,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_WAIT: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 const MOST_HEADERS: usize = 10_000;
 
-/// Serves connections until `shutdown`, then lets requests under way finish, for at most the drain time. Those that have
+/// Serves connections until `shutdown`, or until the engine's thread ends by a fault, then lets requests under way finish, for at most the drain time. Those that have
 /// not finished by then are cut off.
 pub(super) async fn run(
     listener: TcpListener,
@@ -55,6 +55,8 @@ pub(super) async fn run(
             accepted = accepted => accepted,
             Some(_) = connections.join_next(), if !connections.is_empty() => continue,
             () = &mut shutdown => break,
+            // Nothing can be answered any more, and whoever started this process should know.
+            () = app.shared.ended() => break,
         };
         let stream = match stream {
             Ok((stream, _)) => stream,

@@ -7,7 +7,7 @@
 //! # async fn serve() -> Result<(), Box<dyn std::error::Error>> {
 //! let server = Server::from_builder(Engine::builder().max_batch_size(64), ServeSettings::default())?;
 //! let listener = tokio::net::TcpListener::bind("127.0.0.1:8000").await?;
-//! server.run(listener, async { /* resolves when the server is to end */ }).await;
+//! server.run(listener, async { /* resolves when the server is to end */ }).await?;
 //! # Ok(()) }
 //! ```
 //!
@@ -34,9 +34,11 @@ mod app;
 mod auth;
 mod body;
 mod chat;
+mod command;
 mod completions;
 mod error;
 mod fields;
+mod fingerprint;
 mod generate;
 mod handle;
 mod listener;

@@ -39,7 +39,7 @@ pub(super) struct Params {
 }
 
 #[derive(serde::Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "use a text or a list of texts")]
 enum OneOrMore {
     One(String),
     More(Vec<String>),

@@ -6,6 +6,9 @@ use axum::http::StatusCode;
 
 use super::error::ApiError;
 
+/// The code of errors about files that are not there, at least not yet.
+pub(super) const NOT_THERE: &str = "path_not_found";
+
 /// The real folder behind `path`, if it lies below one of the allowed roots. Links are followed first. Relative paths
 /// are taken from the first root.
 ///
@@ -30,7 +33,7 @@ pub(super) fn allowed(roots: &[PathBuf], field: &'static str, path: &str) -> Res
         Ok(real) => real,
         // What is not there can be told only of places inside.
         Err(_) if plainly_below(roots, &path) => {
-            return Err(ApiError::bad_param(field, "there is no such folder"));
+            return Err(ApiError::bad_param(field, "there is no such folder").code(NOT_THERE));
         }
         Err(_) => return Err(refused()),
     };

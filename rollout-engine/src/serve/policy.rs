@@ -11,16 +11,32 @@ use axum::http::StatusCode;
 use lora_merge::Adapter;
 
 use super::error::ApiError;
+use super::fingerprint;
 
 /// Weights without adapters.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Base {
     /// 0 for the weights that the server started with, then 1, 2, …
     pub(super) number: u64,
-    /// Their folder, if they came by `/update_weights`.
+    /// Their folder; `None` of an engine that did not come from one.
     pub(super) dir: Option<PathBuf>,
-    /// What the folder's files looked like, to recognise a repeated request.
+    /// What the folder's files looked like, to recognise a repeated request, and weights that are gone.
     pub(super) fingerprint: Vec<u8>,
+}
+
+impl Base {
+    /// An error if the folder's weights are not those of this base any more.
+    pub(super) fn still_there(&self) -> Result<(), String> {
+        let Some(dir) = &self.dir else { return Ok(()) };
+        match fingerprint::of_folder(dir) {
+            Ok(now) if now == self.fingerprint => Ok(()),
+            Ok(_) => Err(format!(
+                "{} has been written to: its weights are not those that this policy was made of",
+                dir.display()
+            )),
+            Err(error) => Err(format!("{}: {error}", dir.display())),
+        }
+    }
 }
 
 /// What a request is answered under.
@@ -60,15 +76,11 @@ pub(super) struct Loaded {
 }
 
 impl Policies {
-    pub(super) fn new(base_name: String, max_adapters: usize) -> Self {
+    pub(super) fn new(base_name: String, base: Base, max_adapters: usize) -> Self {
         let base = Arc::new(Policy {
             name: base_name,
             version: 0,
-            base: Arc::new(Base {
-                number: 0,
-                dir: None,
-                fingerprint: Vec::new(),
-            }),
+            base: Arc::new(base),
             adapter: None,
             path: None,
         });
@@ -103,10 +115,10 @@ impl Policies {
     /// 404 if there is none.
     pub(super) fn find(&self, name: &str) -> Result<Arc<Policy>, ApiError> {
         let known = self.known();
-        if name == known.base.name {
-            return Ok(known.base.clone());
-        }
-        known.adapters.get(name).cloned().ok_or_else(|| {
+        // An adapter may have taken the base model's name.
+        let named = known.adapters.get(name).cloned();
+        let base = || (name == known.base.name).then(|| known.base.clone());
+        named.or_else(base).ok_or_else(|| {
             let mut error = ApiError::new(
                 StatusCode::NOT_FOUND,
                 format!("the model {name:?} does not exist: see /v1/models"),
@@ -116,7 +128,8 @@ impl Policies {
         })
     }
 
-    /// Gives an adapter a name. The same adapter under the same name again changes nothing.
+    /// Gives an adapter a name, which may be the base model's: until the adapter is unloaded it is meant then. The same
+    /// adapter under the same name again changes nothing.
     ///
     /// # Errors
     /// 400 for a name that cannot be used, or is in use for another adapter unless `in_place`; 409 if there are too many.
@@ -129,12 +142,6 @@ impl Policies {
     ) -> Result<Loaded, ApiError> {
         check_name(name)?;
         let mut known = self.known();
-        if name == known.base.name {
-            return Err(ApiError::bad_param(
-                "lora_name",
-                "this is the name of the base model",
-            ));
-        }
         match known.adapters.get(name) {
             Some(policy) if has_adapter(policy, &adapter) => {
                 return Ok(Loaded {

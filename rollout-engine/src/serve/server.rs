@@ -1,7 +1,7 @@
 //! The server as a whole.
 
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -11,9 +11,10 @@ use tokio::sync::mpsc::unbounded_channel;
 
 use super::admin::read_adapter;
 use super::app::{App, ModelInfo};
+use super::fingerprint;
 use super::handle::EngineHandle;
 use super::listener;
-use super::policy::Policies;
+use super::policy::{Base, Policies};
 use super::router::router;
 use super::settings::ServeSettings;
 use super::snapshot::Shared;
@@ -47,6 +48,7 @@ impl Server {
         }
         let dir = builder.model_dir()?;
         let config = Qwen3Config::from_dir(&dir)?;
+        let fingerprint = fingerprint::of_folder(&dir).map_err(|error| Error::io(&dir, error))?;
         let built = builder.clone().build_with_notice()?;
         let engine = built.engine;
         let shape = *engine.scheduler().shape();
@@ -71,18 +73,25 @@ impl Server {
             device: engine.scheduler().device(),
             config: Some(config),
         };
+        let base = Base {
+            fingerprint,
+            dir: Some(dir.canonicalize().unwrap_or(dir)),
+            ..Base::default()
+        };
         let mut opened = 0u64;
-        let reopen: Reopen = Box::new(move |other: Option<PathBuf>| {
+        let reopen: Reopen = Box::new(move |dir: Option<&Path>| {
             // Requests are numbered from 0 again: another seed, so that none draws an earlier one's numbers.
             opened += 1;
             let seed = builder
                 .seed_given()
                 .wrapping_add(opened.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            let dir = other.unwrap_or_else(|| dir.clone());
-            let builder = builder.clone().model(dir).pool(pool).seed(seed);
+            let mut builder = builder.clone().pool(pool).seed(seed);
+            if let Some(dir) = dir {
+                builder = builder.model(dir);
+            }
             builder.reopen(eos_token_ids.clone(), text.clone())
         });
-        let mut server = Self::start(engine, reopen, model, settings)?;
+        let mut server = Self::start(engine, base, reopen, model, settings)?;
         server.notice = built.notice;
         Ok(server)
     }
@@ -107,16 +116,21 @@ impl Server {
                 advice: "an engine that was not built from a folder cannot be opened anew".into(),
             })
         });
-        Self::start(engine, reopen, model, settings)
+        Self::start(engine, Base::default(), reopen, model, settings)
     }
 
     fn start(
         engine: Engine,
+        base: Base,
         reopen: Reopen,
         model: ModelInfo,
         settings: ServeSettings,
     ) -> Result<Self, Error> {
-        let policies = Arc::new(Policies::new(settings.model_name.clone(), settings.max_adapters));
+        let policies = Arc::new(Policies::new(
+            settings.model_name.clone(),
+            base,
+            settings.max_adapters,
+        ));
         let shared = Arc::new(Shared::default());
         let (commands, receiver) = unbounded_channel();
         let worker = Worker::new(
@@ -168,13 +182,25 @@ impl Server {
 
     /// Serves until `shutdown` resolves. Then nothing more is accepted, requests under way have
     /// [`Limits::drain_timeout`](super::Limits::drain_timeout) to finish, and the engine ends.
-    pub async fn run(mut self, listener: TcpListener, shutdown: impl Future<Output = ()>) {
+    ///
+    /// # Errors
+    /// [`Error::EngineEnded`] if the engine's thread has panicked. The server ends then, too, so that whatever supervises
+    /// it can start it anew.
+    pub async fn run(
+        mut self,
+        listener: TcpListener,
+        shutdown: impl Future<Output = ()>,
+    ) -> Result<(), Error> {
         let router = router(&self.app);
         listener::run(listener, router, self.app.clone(), shutdown).await;
         self.app.engine.stop();
-        if let Some(thread) = self.thread.take() {
-            // It ends after the step under way.
-            let _ = tokio::task::spawn_blocking(move || thread.join()).await;
+        let Some(thread) = self.thread.take() else {
+            return Ok(());
+        };
+        // It ends after the step under way.
+        match tokio::task::spawn_blocking(move || thread.join()).await {
+            Ok(Ok(())) => Ok(()),
+            _ => Err(Error::EngineEnded),
         }
     }
 }

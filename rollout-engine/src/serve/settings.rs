@@ -22,6 +22,9 @@ pub struct ServeSettings {
     /// How long requests under one policy may hold up the oldest request under another before no more of them are
     /// admitted. Default: 1 s.
     pub policy_patience: Duration,
+    /// Time after which paused generation goes on by itself, where `/pause` names none: a trainer that has ended does not
+    /// resume it. Default: none, it stays paused.
+    pub pause_timeout: Option<Duration>,
     /// Bounds on what clients may ask for and use.
     pub limits: Limits,
 }
@@ -119,6 +122,7 @@ impl Default for ServeSettings {
             max_adapters: 16,
             logprobs_mode: LogprobsMode::default(),
             policy_patience: Duration::from_secs(1),
+            pause_timeout: None,
             limits: Limits::default(),
         }
     }

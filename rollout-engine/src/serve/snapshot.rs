@@ -1,8 +1,10 @@
 //! What the engine's thread lets others see, written after every step.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+
+use tokio::sync::watch;
 
 use super::policy::Policy;
 use crate::engine::Engine;
@@ -34,7 +36,7 @@ pub(super) struct Shared {
     /// Counters of engines that were replaced, and of this one.
     switches: AtomicU64,
     busy_micros: AtomicU64,
-    ended: AtomicBool,
+    ended: watch::Sender<bool>,
 }
 
 impl Shared {
@@ -72,7 +74,7 @@ impl Shared {
     pub(super) fn snapshot(&self) -> Snapshot {
         let snapshot = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
         let mut snapshot = snapshot.clone();
-        snapshot.healthy &= !self.ended.load(Ordering::Acquire);
+        snapshot.healthy &= !*self.ended.borrow();
         snapshot
     }
 
@@ -96,6 +98,12 @@ impl Shared {
 
     /// The engine's thread is over.
     pub(super) fn end(&self) {
-        self.ended.store(true, Ordering::Release);
+        self.ended.send_replace(true);
+    }
+
+    /// Resolves when the engine's thread is over.
+    pub(super) async fn ended(&self) {
+        // The sender is not dropped before this future.
+        let _ = self.ended.subscribe().wait_for(|ended| *ended).await;
     }
 }

@@ -13,13 +13,13 @@ use serde::Serialize;
 
 use super::answer::{AnswerKind, Choice, Envelope, PolicyReport, Usage};
 use super::app::{App, now};
+use super::command::JobEvent;
 use super::error::ApiError;
 use super::handle::RunningJob;
 use super::logprobs::Tokens;
 use super::params::Params;
 use super::text::TextStream;
 use super::with_policy_header;
-use super::worker::JobEvent;
 use crate::completion::Completion;
 use crate::runner::SampledToken;
 

@@ -8,7 +8,7 @@
 //! tokens that the job asked for. Nothing here waits for a client.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,8 +17,9 @@ use qwen3_model::MergeMode;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::oneshot;
 
+use super::command::{Command, Job, JobEvent, JobId, PauseId, PauseMode, PromptJob};
 use super::error::ApiError;
-use super::policy::{Policies, Policy};
+use super::policy::{Base, Policies, Policy};
 use super::queue::{Next, PolicyQueue};
 use super::side_by_side::SideBySide;
 use super::snapshot::Shared;
@@ -27,82 +28,13 @@ use crate::adapters::AdapterSource;
 use crate::completion::{Completion, Event, RequestId};
 use crate::engine::Engine;
 use crate::request::{Request, SamplingParams};
-use crate::runner::SampledToken;
 
 /// An engine without work waits for more requests until none has come for `ARRIVAL_GAP`, at most `ARRIVAL_LIMIT`.
 const ARRIVAL_GAP: Duration = Duration::from_micros(500);
 const ARRIVAL_LIMIT: Duration = Duration::from_millis(4);
 
-/// Names one job of a server.
-pub(super) type JobId = u64;
-
-/// Opens the engine anew over the weights of a folder; `None` is the folder that it was first built from.
-pub(super) type Reopen = Box<dyn FnMut(Option<PathBuf>) -> Result<Engine, Error> + Send>;
-
-/// One prompt of a job.
-#[derive(Clone, Debug)]
-pub(super) struct PromptJob {
-    pub(super) token_ids: Vec<u32>,
-    /// Shared by the prompts of a job, of which there may be thousands.
-    pub(super) sampling: Arc<SamplingParams>,
-    /// Completions wanted.
-    pub(super) n: usize,
-}
-
-/// What one HTTP request asks of the engine.
-#[derive(Debug)]
-pub(super) struct Job {
-    pub(super) policy: Arc<Policy>,
-    pub(super) prompts: Vec<PromptJob>,
-    /// Whether to send every token, or finished completions only.
-    pub(super) stream: bool,
-    pub(super) events: UnboundedSender<JobEvent>,
-}
-
-/// What happens to a job. Completion `k` of prompt `p` has the index `p * n + k`.
-#[derive(Debug)]
-pub(super) enum JobEvent {
-    /// Its first prompt went to the engine, under this policy.
-    Started { version: PolicyVersion },
-    /// One more token, if the job streams.
-    Token { index: usize, token: SampledToken },
-    /// One more completion.
-    Finished {
-        index: usize,
-        completion: Box<Completion>,
-    },
-    /// The job is over without (all of) its completions.
-    Failed(ApiError),
-}
-
-/// What happens to running requests when generation is paused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PauseMode {
-    /// They stop after the step under way and go on at `resume`.
-    Keep,
-    /// They finish first; no others start.
-    Wait,
-    /// They end with an error.
-    Abort,
-}
-
-/// Something for the engine's thread to do between two steps.
-#[derive(Debug)]
-pub(super) enum Command {
-    Submit(JobId, Job),
-    Cancel(JobId),
-    Pause(PauseMode, oneshot::Sender<()>),
-    Resume(oneshot::Sender<()>),
-    /// Put a policy in force if nothing runs. Answers whether it is in force.
-    Prepare(Arc<Policy>, oneshot::Sender<Result<bool, String>>),
-    /// A name is not known any more.
-    Unloaded,
-    ResetPrefixCache(oneshot::Sender<Result<(), String>>),
-    /// The server is about to end. What is held by a pause would never finish, and fails.
-    Drain,
-    /// End the thread. What is unfinished fails.
-    Stop,
-}
+/// Opens the engine anew over the weights of a folder; there is none for an engine that did not come from one.
+pub(super) type Reopen = Box<dyn FnMut(Option<&Path>) -> Result<Engine, Error> + Send>;
 
 #[derive(Debug, PartialEq, Eq)]
 enum Pause {
@@ -157,7 +89,11 @@ pub(super) struct Worker {
     jobs: HashMap<JobId, JobState>,
     live: HashMap<RequestId, Live>,
     pause: Pause,
+    /// The latest call that paused.
+    pause_id: PauseId,
     told_when_idle: Vec<oneshot::Sender<()>>,
+    /// The server is about to end.
+    draining: bool,
     stopped: bool,
     shared: Arc<Shared>,
 }
@@ -184,7 +120,9 @@ impl Worker {
             jobs: HashMap::new(),
             live: HashMap::new(),
             pause: Pause::Off,
+            pause_id: 0,
             told_when_idle: Vec::new(),
+            draining: false,
             stopped: false,
             shared,
         };
@@ -214,7 +152,9 @@ impl Worker {
             if self.pause == Pause::Finishing && self.live.is_empty() {
                 self.pause = Pause::On;
             }
-            if self.pause == Pause::On {
+            if self.pause == Pause::On && !self.told_when_idle.is_empty() {
+                // Whoever has the answer finds it paused.
+                self.publish();
                 for caller in self.told_when_idle.drain(..) {
                     let _ = caller.send(());
                 }
@@ -260,7 +200,12 @@ impl Worker {
         match command {
             Command::Submit(id, job) => self.submit(id, job),
             Command::Cancel(id) => self.forget(id),
-            Command::Pause(mode, done) => {
+            // What runs is to finish before the server ends.
+            Command::Pause(_, _, done) if self.draining => {
+                let _ = done.send(());
+            }
+            Command::Pause(id, mode, done) => {
+                self.pause_id = id;
                 match mode {
                     PauseMode::Keep => self.pause = Pause::On,
                     PauseMode::Abort => {
@@ -273,9 +218,14 @@ impl Worker {
                 self.told_when_idle.push(done);
             }
             Command::Resume(done) => {
-                self.pause = Pause::Off;
-                self.told_when_idle.clear();
+                self.resume();
                 let _ = done.send(());
+            }
+            Command::EndPause(id) => {
+                if self.pause != Pause::Off && self.pause_id == id {
+                    tracing::warn!("nobody has resumed generation in time: it goes on");
+                    self.resume();
+                }
             }
             Command::Prepare(policy, done) => {
                 let _ = done.send(self.prepare(&policy));
@@ -289,12 +239,20 @@ impl Worker {
                 let _ = done.send(cleared);
             }
             Command::Drain => {
+                self.draining = true;
                 if self.pause != Pause::Off {
                     self.fail_all(&ApiError::unavailable("the server is shutting down"));
                 }
             }
             Command::Stop => self.stopped = true,
         }
+    }
+
+    fn resume(&mut self) {
+        self.pause = Pause::Off;
+        self.told_when_idle.clear();
+        // Now, and not after the next step, which may take long.
+        self.publish();
     }
 
     fn submit(&mut self, id: JobId, job: Job) {
@@ -433,20 +391,16 @@ impl Worker {
     /// Puts a policy in force. Nothing must run.
     fn switch_to(&mut self, policy: &Arc<Policy>) -> Result<(), String> {
         if policy.base.number != self.policy.base.number || self.engine.is_none() {
+            policy.base.still_there()?;
             // One engine at a time: there may be no memory for two.
             self.engine = None;
-            let for_readers = |mut engine: Engine| {
-                engine.favor_latency();
-                engine
-            };
-            match (self.reopen)(policy.base.dir.clone()) {
-                Ok(engine) => self.engine = Some(for_readers(engine)),
+            match self.open(&policy.base) {
+                Ok(engine) => self.engine = Some(engine),
                 Err(error) => {
-                    let before = (self.reopen)(self.policy.base.dir.clone());
-                    self.engine = before.ok().map(for_readers);
                     let current = self.policy.clone();
+                    self.engine = self.open(&current.base).ok();
                     self.apply(&current).map_err(|lost| format!("{error}; {lost}"))?;
-                    return Err(error.to_string());
+                    return Err(error);
                 }
             }
         }
@@ -456,6 +410,15 @@ impl Worker {
         self.queue.switched(self.group(policy), Instant::now());
         self.shared.count_switch();
         Ok(())
+    }
+
+    /// An engine over these weights, and no others that have taken their place.
+    fn open(&mut self, base: &Base) -> Result<Engine, String> {
+        let mut engine = (self.reopen)(base.dir.as_deref()).map_err(|error| error.to_string())?;
+        // Only now: what was opened stays as it is.
+        base.still_there()?;
+        engine.favor_latency();
+        Ok(engine)
     }
 
     fn apply(&mut self, policy: &Policy) -> Result<(), String> {

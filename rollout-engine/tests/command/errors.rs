@@ -1,6 +1,6 @@
 //! What is refused, with which words; help.
 
-use crate::common::{adapter, assert_error, folder, generate, run, tiny_model, write};
+use crate::common::{adapter, assert_error, command, finish, folder, generate, run, tiny_model, write};
 
 #[test]
 fn bad_flags_are_refused_with_advice() {
@@ -9,8 +9,16 @@ fn bad_flags_are_refused_with_advice() {
     let table: &[(&[&str], &[&str])] = &[
         (&[], &["no command", "rollout generate"]),
         (&["no-such-command"], &["no-such-command", "--help"]),
-        (&["generate", "--no-such-flag"], &["--no-such-flag", "--help"]),
-        (&["generate", "stray"], &["stray"]),
+        (
+            &["generate", "--no-such-flag"],
+            &["--no-such-flag", "rollout generate --help"],
+        ),
+        (&["generate", "stray"], &["stray", "rollout generate --help"]),
+        // A tip is a sentence of its own.
+        (
+            &["generate", "--max-new-token", "5"],
+            &["found; tip:", "'--max-new-tokens'"],
+        ),
         (
             &["generate", "--max-new-tokens", "0"],
             &["--max-new-tokens", "at least 1"],
@@ -86,6 +94,42 @@ fn bad_flags_are_refused_with_advice() {
         "{\"prompt\": \"x\"}\n",
         "the input is intact"
     );
+}
+
+#[test]
+fn a_model_that_is_not_there_is_an_error_that_says_how_to_get_one() {
+    for command in ["generate", "inspect", "verify-no-drift"] {
+        let adapter = adapter("qv-r8");
+        let mut args = vec![command, "--model", "no-such-owner/no-such-model"];
+        if command == "verify-no-drift" {
+            args.extend(["--adapter", &adapter]);
+        }
+        assert_error(
+            &run(&args),
+            1,
+            &["no-such-owner/no-such-model", "hf download"],
+            command,
+        );
+    }
+}
+
+/// As `vllm serve` and transformers take it.
+#[test]
+#[cfg(unix)]
+fn an_id_means_the_model_in_hugging_faces_cache() {
+    let cache = folder();
+    let model = cache.path().join("models--Some--Model");
+    for dir in ["refs", "snapshots"] {
+        std::fs::create_dir_all(model.join(dir)).expect("writable");
+    }
+    std::fs::write(model.join("refs/main"), "0123abc").expect("writable");
+    std::os::unix::fs::symlink(tiny_model(), model.join("snapshots/0123abc")).expect("links");
+    let mut command = command(&["generate", "--device", "cpu", "--quiet", "--model", "Some/Model"]);
+    command
+        .args(["--prompt", "x", "--max-tokens", "2"])
+        .env("HF_HUB_CACHE", cache.path());
+    let outcome = finish(command.spawn().expect("starts"));
+    assert_eq!((outcome.code, outcome.stderr.as_str()), (Some(0), ""));
 }
 
 #[test]

@@ -102,6 +102,21 @@ fn sigterm_lets_requests_finish_and_exits_with_0() {
 
 #[test]
 #[cfg(unix)]
+fn a_pause_that_nobody_ends_is_logged_when_its_time_is_over() {
+    // With vLLM's name of another flag.
+    let serving = Serving::start(&["--pause-timeout", "0.3", "--enable-prefix-caching"]);
+    let address = serving.address;
+    post(address, "/pause?mode=keep", &json!({})).ok();
+    let body = json!({ "model": "tiny-qwen3-math", "prompt": "x", "max_tokens": 2 });
+    post(address, "/v1/completions", &body).ok();
+    serving.signal("-TERM");
+    let (code, rest) = serving.end();
+    assert_eq!(code, Some(0), "{rest}");
+    assert!(rest.contains("nobody has resumed generation in time"), "{rest}");
+}
+
+#[test]
+#[cfg(unix)]
 fn a_second_signal_ends_at_once() {
     let serving = Serving::start(&[]);
     let address = serving.address;
@@ -178,12 +193,20 @@ fn what_cannot_be_served_is_one_line_and_an_exit_code() {
             1,
             "cannot listen",
         ),
+        // Before the model is looked at, which can take long.
+        (
+            &["--port", port.as_str(), "--model", "/none/such"],
+            1,
+            "cannot listen",
+        ),
         (&["--allow-root", "/none/such"], 2, "--allow-root"),
         (&["--adapter", "x"], 2, "NAME=DIR"),
         (&["--served-model-name", ""], 2, "--served-model-name"),
         (&["--host", "example"], 2, "--host"),
         (&["--model", "/none/such", "--device", "cpu"], 1, "/none/such"),
         (&["--adapter", "x=/none/such", "--device", "cpu"], 1, "/none/such"),
+        (&["--pause-timeout", "0"], 2, "--pause-timeout"),
+        (&["--pause-timeout", "soon"], 2, "seconds above 0"),
     ] {
         let output = command(args).output().expect("runs");
         let stderr = String::from_utf8_lossy(&output.stderr);

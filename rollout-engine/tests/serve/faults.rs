@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
-use rollout_engine::FakeRunner;
+use rollout_engine::{Error, FakeRunner};
 use serde_json::json;
 
 use crate::client::{connect, exchange, post_bytes};
@@ -207,6 +207,17 @@ fn a_failed_step_fails_its_requests_and_no_later_ones() {
         token_ids(&answer["choices"][0]),
         FakeRunner::expected(&[1, 2, 3], 20, &[], VOCAB)
     );
+}
+
+/// Whatever supervises it sees that, and can start it anew; a process that answers nothing would be left alone.
+#[test]
+fn a_server_whose_engine_is_gone_ends_with_an_error() {
+    let mut server = fake(|_| {});
+    server.complete("base", &[1, 2, 3], 5).ok();
+    server.gate.break_next();
+    server.complete("base", &[1, 2, 3], 5).error(500);
+    let error = server.ended().expect_err("a panic");
+    assert!(matches!(error, Error::EngineEnded), "{error}");
 }
 
 #[test]

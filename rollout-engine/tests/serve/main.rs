@@ -7,6 +7,7 @@ mod faults;
 mod limits;
 mod model;
 mod overhead;
+mod pause;
 mod policies;
 mod side_by_side;
 mod support;

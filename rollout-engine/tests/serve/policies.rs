@@ -1,14 +1,15 @@
 //! Policies: every answer under the one that was asked for, or an error.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::time::Duration;
 
 use lora_merge::Adapter;
-use rollout_engine::FakeRunner;
+use rollout_engine::{FakeRunner, MergeMode};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::support::{VOCAB, adapters, fake, fake_over, long_shape, token_ids, wait_until};
+use crate::support::{VOCAB, adapters, fake, fake_in, fake_over, long_shape, shape, token_ids, wait_until};
 
 const NAMES: [&str; 3] = ["qv-r8", "mult-r32", "layers13-r4"];
 
@@ -53,7 +54,6 @@ fn to_load_is_to_name_and_to_repeat_is_harmless() {
             .as_str()
             .is_some_and(|m| m.contains("unload one"))
     );
-    load("base", "qv-r8", true).error(400);
     load("", "qv-r8", true).error(400);
     load("line\nbreak", "qv-r8", true).error(400);
     let models = server.get("/v1/models").ok();
@@ -76,6 +76,29 @@ fn to_load_is_to_name_and_to_repeat_is_harmless() {
     load("c", "qv-r8", false).ok();
 }
 
+/// prime-rl loads its one adapter under the name that all its requests have.
+#[test]
+fn an_adapter_may_take_the_name_of_the_base_model() {
+    for mode in [MergeMode::Merged, MergeMode::Unmerged] {
+        let server = fake_in(mode, FakeRunner::new(shape()), |_| {});
+        let sha256_of = |name: &str| server.complete(name, &[1, 2, 3], 5).ok()["policy"]["sha256"].clone();
+        let base = sha256_of("base");
+        for name in NAMES {
+            let body = json!({ "lora_name": "base", "lora_path": adapters().join(name) });
+            server.post("/load_lora_adapter", &body).ok();
+            assert_eq!(sha256_of("base"), sha256(name), "{mode:?}");
+        }
+        let models = server.get("/v1/models").ok();
+        assert_eq!(models["data"].as_array().expect("a list").len(), 2);
+        assert_eq!(models["data"][0]["id"], "base");
+        assert_eq!(server.get("/v1/models/base").ok()["parent"], "base");
+        server
+            .post("/v1/unload_lora_adapter", &json!({ "lora_name": "base" }))
+            .ok();
+        assert_eq!(sha256_of("base"), base);
+    }
+}
+
 #[test]
 fn folders_outside_the_roots_and_broken_adapters_are_refused() {
     let inside = tempfile::tempdir().expect("a temporary folder");
@@ -91,6 +114,15 @@ fn folders_outside_the_roots_and_broken_adapters_are_refused() {
         std::fs::remove_file(root.join("link")).expect("removable");
     }
     server.load("a", &root.join("none")).error(400);
+    // prime-rl tries again at 404, since files of a network's file system appear late; TRL gives up at it.
+    let in_place = |dir: &Path| {
+        let body = json!({ "lora_name": "a", "lora_path": dir });
+        server.post("/load_lora_adapter", &body)
+    };
+    for absent in [root.join("none"), root.clone()] {
+        assert_eq!(in_place(&absent).error(404)["code"], "path_not_found");
+    }
+    in_place(&outside).error(403);
     // A folder without an adapter, and one with a broken one.
     server.load("a", &root).error(400);
     std::fs::write(root.join("adapter_config.json"), "{").expect("writable");

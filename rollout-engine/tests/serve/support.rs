@@ -30,6 +30,8 @@ struct GateState {
     passes: usize,
     /// Steps begun.
     steps: usize,
+    /// The next step panics.
+    breaks: bool,
 }
 
 impl Gate {
@@ -40,6 +42,11 @@ impl Gate {
     /// Makes every step take some time.
     pub(crate) fn slow(&self, delay: Duration) {
         self.0.0.lock().expect("no panic").delay = delay;
+    }
+
+    /// Lets the next step panic.
+    pub(crate) fn break_next(&self) {
+        self.0.0.lock().expect("no panic").breaks = true;
     }
 
     pub(crate) fn open(&self) {
@@ -80,8 +87,9 @@ impl Gate {
         if state.closed {
             state.passes -= 1;
         }
-        let delay = state.delay;
+        let (delay, breaks) = (state.delay, state.breaks);
         drop(state);
+        assert!(!breaks, "a step that is to panic");
         std::thread::sleep(delay);
     }
 }
@@ -128,7 +136,7 @@ pub(crate) struct Running {
     pub(crate) address: SocketAddr,
     pub(crate) gate: Gate,
     stop: Option<oneshot::Sender<()>>,
-    thread: Option<std::thread::JoinHandle<()>>,
+    thread: Option<std::thread::JoinHandle<Result<(), Error>>>,
 }
 
 impl Running {
@@ -169,7 +177,15 @@ impl Running {
     /// Tells the server to end, and gives back what waits for that.
     pub(crate) fn shut_down(&mut self) -> std::thread::JoinHandle<()> {
         let _ = self.stop.take().expect("not shut down yet").send(());
-        self.thread.take().expect("not shut down yet")
+        let thread = self.thread.take().expect("not shut down yet");
+        std::thread::spawn(move || thread.join().expect("no panic").expect("ends well"))
+    }
+
+    /// Waits for a server that ends without being told to.
+    pub(crate) fn ended(&mut self) -> Result<(), Error> {
+        let thread = self.thread.take().expect("not shut down yet");
+        wait_until("the server's end", || thread.is_finished());
+        thread.join().expect("no panic")
     }
 }
 
@@ -180,7 +196,7 @@ impl Drop for Running {
             let _ = stop.send(());
             let joined = thread.join();
             if !std::thread::panicking() {
-                joined.expect("the server does not panic");
+                joined.expect("the server does not panic").expect("ends well");
             }
         }
     }
@@ -294,12 +310,14 @@ pub(crate) fn start_on(server: Server, gate: Gate, threads: &'static str) -> Run
             .expect("a runtime");
         runtime.block_on(async {
             let listener = tokio::net::TcpListener::from_std(listener).expect("a listener");
-            server
-                .run(listener, async {
-                    let _ = stopped.await;
-                })
-                .await;
-        });
+            let ended = server.run(listener, async {
+                // Without a word, as when the test is over, it goes on.
+                if stopped.await.is_err() {
+                    std::future::pending::<()>().await;
+                }
+            });
+            ended.await
+        })
     });
     Running {
         address,

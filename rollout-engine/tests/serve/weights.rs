@@ -168,3 +168,53 @@ fn replaced_weights_serve_adapters_side_by_side() {
     }
     assert_eq!(ask("base"), expected(Some(&other), None));
 }
+
+/// A trainer that saves to the same folder at every step. What was bound to the weights of before, and comes to its turn
+/// after others were in force, cannot be answered any more; it must not be answered by what took their place.
+#[test]
+fn weights_that_were_overwritten_answer_nothing_that_was_bound_to_them() {
+    let root = tempfile::tempdir().expect("a temporary folder");
+    let root = root.path().canonicalize().expect("is there");
+    let dir = root.join("weights");
+    let mut settings = settings();
+    settings.allowed_roots = vec![root.clone()];
+    settings.policy_patience = Duration::ZERO;
+    let server = start(
+        Server::from_builder(builder(), settings).expect("loads"),
+        Gate::default(),
+    );
+    // By renaming, as safetensors does: what is mapped stays as it is.
+    let save = |flips: usize| {
+        write_model(&root.join("new"), flips);
+        std::fs::create_dir_all(&dir).expect("writable");
+        for file in ["config.json", "model.safetensors"] {
+            std::fs::rename(root.join("new").join(file), dir.join(file)).expect("moves");
+        }
+        server.post("/update_weights", &json!({ "weight_dir": dir })).ok()
+    };
+    let prompt = [5, 6, 7, 8, 9, 10];
+    let ask = || server.complete("base", &prompt, 10);
+    assert_eq!(save(200)["policy"]["version"], 1);
+    let first = ask().ok();
+    assert_eq!(first["policy"]["version"], 1);
+    std::thread::scope(|scope| {
+        server.post("/pause?mode=keep", &json!({})).ok();
+        let bound_to_old = scope.spawn(ask);
+        server.wait_for_metric("rollout_sequences_waiting", 1.0);
+        assert_eq!(save(100)["in_force"], true, "nothing runs");
+        let bound_to_new = scope.spawn(ask);
+        server.wait_for_metric("rollout_sequences_waiting", 2.0);
+        server.post("/resume", &json!({})).ok();
+        assert_eq!(
+            bound_to_new.join().expect("no panic").ok()["policy"]["version"],
+            2
+        );
+        let error = bound_to_old.join().expect("no panic").error(500);
+        let message = error["message"].as_str().expect("a text");
+        assert!(message.contains("has been written to"), "{message}");
+    });
+    // The others go on.
+    let again = ask().ok();
+    assert_eq!(again["policy"]["version"], 2);
+    assert_ne!(token_ids(&again["choices"][0]), token_ids(&first["choices"][0]));
+}

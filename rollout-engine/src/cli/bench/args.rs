@@ -137,7 +137,7 @@ pub(in crate::cli) struct BenchArgs {
     #[command(flatten)]
     pub(super) draw: DrawArgs,
 
-    /// Report the N most likely tokens at each new one, at most 20, with their log-probabilities. Default: 0.
+    /// Report the N most likely tokens at each new one, at most 20, with their log-probabilities.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) top_logprobs: usize,
 

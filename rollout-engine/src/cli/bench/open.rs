@@ -15,7 +15,7 @@ use crate::device::{self, DeviceChoice};
 use crate::pool::PoolSettings;
 use crate::runner::Runner;
 use crate::tuned::{self, ModelShape, TunedChoice, TunedOptions};
-use crate::{Error, bundled};
+use crate::{Error, model_folder};
 
 /// Tokens of a page unless set otherwise.
 const PAGE_SIZE: usize = 64;
@@ -55,8 +55,9 @@ impl Subject {
         }
         let shape = name.strip_prefix("random:").map(published).transpose()?;
         let dir = match (name, &shape) {
-            ("", _) => bundled::model_dir()?,
-            (name, _) => Path::new(name).to_owned(),
+            ("", _) => model_folder::find(None)?,
+            (_, Some(_)) => PathBuf::new(),
+            (name, None) => model_folder::find(Some(Path::new(name)))?,
         };
         let config = match &shape {
             Some(config) => config.clone(),

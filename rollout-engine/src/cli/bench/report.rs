@@ -99,18 +99,22 @@ pub(super) fn table(heading: &str, peak: Option<u64>, reports: &[Value]) -> Stri
     }
     out += "\n\n";
     out += "prompts  tok/s median    best  prefill ms  step ms  floor ms  % of floor  tokens\n";
-    let number = |report: &Value, key: &str| report[key].as_f64().unwrap_or(f64::NAN);
+    // Of a device whose memory was not measured there is no floor.
+    let number = |report: &Value, key: &str, decimals: usize| match report[key].as_f64() {
+        Some(number) => format!("{number:.decimals$}"),
+        None => "-".into(),
+    };
     for report in reports {
         let _ = writeln!(
             out,
-            "{:>7}  {:>12.0}  {:>6.0}  {:>10.1}  {:>7.3}  {:>8.3}  {:>10.1}  {}",
+            "{:>7}  {:>12}  {:>6}  {:>10}  {:>7}  {:>8}  {:>10}  {}",
             report["n_prompts"],
-            number(report, "decode_tps_median"),
-            number(report, "decode_tps_best"),
-            number(report, "prefill_ms"),
-            number(report, "step_ms"),
-            number(report, "floor_ms"),
-            number(report, "percent_of_floor"),
+            number(report, "decode_tps_median", 0),
+            number(report, "decode_tps_best", 0),
+            number(report, "prefill_ms", 1),
+            number(report, "step_ms", 3),
+            number(report, "floor_ms", 3),
+            number(report, "percent_of_floor", 1),
             report["token_checksum"].as_str().unwrap_or_default(),
         );
     }
@@ -123,7 +127,7 @@ pub(super) fn table(heading: &str, peak: Option<u64>, reports: &[Value]) -> Stri
         for report in reports {
             let _ = write!(out, "\n{:>7}", report["n_prompts"]);
             for stage in stages(report) {
-                let _ = write!(out, "  {:>10.4}", number(&stage, "ms"));
+                let _ = write!(out, "  {:>10}", number(&stage, "ms", 4));
             }
         }
         out.push('\n');
