@@ -174,6 +174,7 @@ impl Adapter {
                 let moved: Arc<[f32]> = moved.collect();
                 let bytes = tensors::little_endian(&moved);
                 tensor.digest = crate::digest::tensor_digest("F32", &tensor.shape, &bytes);
+                tensor.bits = tensors::bits(&moved);
                 tensor.values = moved.clone();
             }
         }
@@ -264,4 +265,29 @@ fn digest(config: &AdapterConfig, tensors: &BTreeMap<(String, Part), (String, Te
         sha.update(tensor.digest);
     }
     sha.finalize().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::TensorValues;
+
+    /// Factors are packed as narrow types by their bits: those from before the noise would round what was added.
+    #[test]
+    fn a_perturbed_adapter_knows_the_bits_of_its_new_values() {
+        let tensor = |name, shape, values| TensorSlice {
+            name,
+            shape,
+            values: TensorValues::F32(values),
+        };
+        let a = tensor("q_proj.lora_A.weight", &[1, 2], &[1.0, 2.0]);
+        let b = tensor("q_proj.lora_B.weight", &[2, 1], &[0.5, 0.25]);
+        let adapter = Adapter::from_tensors(AdapterConfig::new(1, 1.0, ["q_proj"]), &[a, b]).unwrap();
+        for adapter in [adapter.perturbed(0.01, 7), adapter] {
+            for (_, tensor) in adapter.tensors.values() {
+                let bits = tensor.values.iter().fold(0, |bits, v| bits | v.to_bits());
+                assert_eq!(tensor.bits, bits);
+            }
+        }
+    }
 }

@@ -301,10 +301,16 @@ impl AdapterConfig {
         for (_, r) in &self.rank_pattern {
             positive("rank_pattern", *r)?;
         }
-        for alpha in std::iter::once(&self.lora_alpha).chain(self.alpha_pattern.iter().map(|(_, a)| a)) {
-            if !alpha.is_finite() {
-                return Err(field("lora_alpha", "a finite number", &json!(alpha.to_string())));
+        let finite = |name: &str, alpha: f64| {
+            if alpha.is_finite() {
+                Ok(())
+            } else {
+                Err(field(name, "a finite number", &json!(alpha.to_string())))
             }
+        };
+        finite("lora_alpha", self.lora_alpha)?;
+        for (_, alpha) in &self.alpha_pattern {
+            finite("alpha_pattern", *alpha)?;
         }
         if self.lora_bias && self.use_dora {
             return Err(unsupported(

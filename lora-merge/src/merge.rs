@@ -101,7 +101,7 @@ impl RowFactors {
     /// Computes DoRA's factors, if there are any, which takes a pass over `w0`.
     pub(crate) fn new(w0: &[bf16], update: &ModuleUpdate) -> Result<Self> {
         let (rows, columns) = update.shape();
-        check_length("the pristine weight", rows * columns, w0.len())?;
+        check_length("the pristine weight", rows.saturating_mul(columns), w0.len())?;
         let mut gain: Option<Vec<f64>> = None;
         let mut scale = Vec::with_capacity(update.terms.len());
         for term in &update.terms {
@@ -109,7 +109,7 @@ impl RowFactors {
                 scale.push(None);
                 continue;
             };
-            let norms = row_norms(w0, term, columns);
+            let norms = row_norms(w0, term, magnitude.len(), columns);
             if let Some(row) = norms.iter().position(|n| *n == 0.0) {
                 return Err(Error::ZeroNorm {
                     module: String::new(),
@@ -153,7 +153,7 @@ impl RowFactors {
 }
 
 /// ‖W₀[o] + s·(L·R)[o]‖₂ per row, in f64 with one order of operations on every machine.
-fn row_norms(w0: &[bf16], term: &LowRankTerm, columns: usize) -> Vec<f64> {
+fn row_norms(w0: &[bf16], term: &LowRankTerm, rows: usize, columns: usize) -> Vec<f64> {
     /// Partial sums, so that a vector unit can work on them.
     const LANES: usize = 8;
     let row_norm = |(row, w0): (usize, &[bf16])| {
@@ -181,7 +181,7 @@ fn row_norms(w0: &[bf16], term: &LowRankTerm, columns: usize) -> Vec<f64> {
         )
     };
     if columns == 0 {
-        return vec![0.0; term.left.len() / term.r.max(1)];
+        return vec![0.0; rows];
     }
     w0.par_chunks(columns).enumerate().map(row_norm).collect()
 }
@@ -194,9 +194,9 @@ pub(crate) fn merge_with(
     out: &mut [bf16],
 ) -> Result<MergeOutcome> {
     let (rows, columns) = update.shape();
-    check_length("the pristine weight", rows * columns, w0.len())?;
-    check_length("the merged weight", rows * columns, out.len())?;
-    if rows * columns == 0 {
+    check_length("the pristine weight", rows.saturating_mul(columns), w0.len())?;
+    check_length("the merged weight", w0.len(), out.len())?;
+    if w0.is_empty() {
         return Ok(MergeOutcome::default());
     }
     if let Some(replacement) = &update.replacement {

@@ -181,7 +181,8 @@ impl ModuleUpdate {
     /// f64 sums, rounded once to f32. `None` if no adapter touches it.
     ///
     /// # Errors
-    /// [`Error::Length`] if `base` has another length. Panics: none.
+    /// [`Error::Length`] if `base` has another length; [`Error::MergedNotFinite`] for a sum that f32 cannot hold, with
+    /// `module` empty. Panics: none.
     pub fn bias(&self, base: Option<&[f32]>) -> Result<Option<Vec<f32>>> {
         if !self.touches_bias() {
             return Ok(None);
@@ -203,7 +204,15 @@ impl ModuleUpdate {
                 .fold(0.0, |sum, (bias, scaling)| sum + scaling * f64::from(bias[i]));
             (base.map_or(0.0, |b| f64::from(b[i])) + sum) as f32
         };
-        Ok(Some((0..len).map(value).collect()))
+        let bias: Vec<f32> = (0..len).map(value).collect();
+        match bias.iter().position(|b| !b.is_finite()) {
+            None => Ok(Some(bias)),
+            Some(row) => Err(Error::MergedNotFinite {
+                module: String::new(),
+                row,
+                column: 0,
+            }),
+        }
     }
 }
 
@@ -416,6 +425,12 @@ fn apply(
                 let b = take(Part::B, &[spec.out_features, r])?;
                 used.extend([(spec.name.as_str(), Part::A), (&spec.name, Part::B)]);
                 let scaling = scaling * f64::from(active.weight);
+                if !scaling.is_finite() {
+                    return Err(Error::AdapterWeight {
+                        weight: active.weight,
+                        reason: "the scaling is not finite",
+                    });
+                }
                 let mut magnitude = None;
                 if config.use_dora {
                     magnitude = Some(take(Part::Magnitude, &[spec.out_features])?.values.clone());

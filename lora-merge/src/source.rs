@@ -95,7 +95,8 @@ impl OwnedWeights {
         }
     }
 
-    /// Gives a module's base a bias `[out]`. Panics: none.
+    /// Gives a module's base a bias `[out]`; without effect if there is no such module. Its length is checked where the
+    /// source meets the modules. Panics: none.
     #[must_use]
     pub fn with_bias(mut self, module: usize, bias: Vec<f32>) -> Self {
         if let Some(slot) = self.biases.get_mut(module) {
@@ -159,7 +160,8 @@ impl PristineSource for BorrowedWeights<'_> {
 #[derive(Debug)]
 pub struct FileWeights {
     file: Mutex<File>,
-    offsets: Vec<u64>,
+    /// Byte offset and elements of each module.
+    places: Vec<(u64, usize)>,
 }
 
 impl FileWeights {
@@ -178,7 +180,7 @@ impl FileWeights {
         let len = file.metadata().map_err(fail)?.len();
         crate::resolve::check_length("the list of offsets", specs.len(), offsets.len())?;
         for (spec, offset) in specs.iter().zip(&offsets) {
-            let end = offset.saturating_add(2 * spec.elements() as u64);
+            let end = offset.saturating_add((spec.elements() as u64).saturating_mul(2));
             if end > len {
                 let reason = format!("bytes {offset}..{end} of a file of {len} bytes");
                 return Err(Error::Pristine {
@@ -187,9 +189,10 @@ impl FileWeights {
                 });
             }
         }
+        let elements = specs.iter().map(ModuleSpec::elements);
         Ok(Self {
             file: Mutex::new(file),
-            offsets,
+            places: offsets.into_iter().zip(elements).collect(),
         })
     }
 
@@ -235,7 +238,8 @@ impl FileWeights {
                     info.dtype, info.shape
                 )));
             }
-            Ok(8 + len + info.data_offsets.0 as u64)
+            // An offset that wraps would lie within the file.
+            Ok((8 + len).saturating_add(info.data_offsets.0 as u64))
         };
         Self::open(path, specs, specs.iter().map(offset).collect::<Result<_>>()?)
     }
@@ -247,7 +251,10 @@ impl PristineSource for FileWeights {
     }
 
     fn read(&self, module: usize, out: &mut [bf16]) -> Result<(), String> {
-        let offset = *self.offsets.get(module).ok_or("no such module")?;
+        let (offset, elements) = *self.places.get(module).ok_or("no such module")?;
+        if elements != out.len() {
+            return Err(format!("{elements} elements instead of {}", out.len()));
+        }
         let mut file = self.file.lock().map_err(|_| "a reader panicked")?;
         file.seek(SeekFrom::Start(offset)).map_err(|e| e.to_string())?;
         file.read_exact(bytemuck::cast_slice_mut(out))

@@ -367,13 +367,6 @@ impl<S: PristineSource> MergedStore<S> {
                 Some(update) => update.bias(self.source.bias(module)).map_err(named)?,
                 None => None,
             };
-            if let Some(row) = bias.iter().flatten().position(|b| !b.is_finite()) {
-                return Err(Error::MergedNotFinite {
-                    module: self.resolver.specs()[module].name.clone(),
-                    row,
-                    column: 0,
-                });
-            }
             let mut planned = Planned {
                 module,
                 applied: None,
@@ -508,7 +501,11 @@ impl<S: PristineSource> MergedStore<S> {
         MemoryReport {
             modules: self.resolver.specs().len(),
             merged_modules: merged.clone().count(),
-            weight_bytes: self.resolver.specs().iter().map(|s| 2 * s.elements()).sum(),
+            weight_bytes: self
+                .resolver
+                .specs()
+                .iter()
+                .fold(0, |sum, s| s.elements().saturating_mul(2).saturating_add(sum)),
             pristine_bytes: (0..self.resolver.specs().len())
                 .map(|m| self.source.resident_bytes(m))
                 .sum(),

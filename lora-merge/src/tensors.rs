@@ -103,7 +103,7 @@ impl Tensor {
                 value: values[index],
             });
         }
-        let bits = values.iter().fold(0, |bits, v| bits | v.to_bits());
+        let bits = bits(&values);
         let dtype = match dtype {
             Dtype::F32 => "F32",
             Dtype::F16 => "F16",
@@ -116,6 +116,11 @@ impl Tensor {
             values,
         })
     }
+}
+
+/// The bits that any value has.
+pub(crate) fn bits(values: &[f32]) -> u32 {
+    values.iter().fold(0, |bits, v| bits | v.to_bits())
 }
 
 /// Reads a safetensors container into (name, tensor) pairs, in parallel.

@@ -44,7 +44,9 @@ impl ModuleUpdate {
     /// [`ModuleUpdate::replacement`].
     ///
     /// # Errors
-    /// [`Error::Module`] if DoRA is used and `w0` is `None`; [`Error::Length`]; [`Error::ZeroNorm`]. Panics: none.
+    /// [`Error::Module`] if DoRA is used and `w0` is `None`; [`Error::Length`]; [`Error::ZeroNorm`];
+    /// [`Error::MergedNotFinite`] for a factor or gain that f32 cannot hold, `column` being its place along the rank (0 for
+    /// a gain), with `module` empty. Panics: none.
     pub fn unmerged(&self, w0: Option<&[bf16]>) -> Result<UnmergedUpdate> {
         let (rows, columns) = self.shape();
         let factors = match w0 {
@@ -74,7 +76,20 @@ impl ModuleUpdate {
                 );
             }
         }
-        let gain = factors.gain().map(|g| g.iter().map(|g| *g as f32).collect());
+        let gain: Option<Vec<f32>> = factors.gain().map(|g| g.iter().map(|g| *g as f32).collect());
+        // The factors of an adapter are finite, but not what scaling makes of them.
+        let place = |values: &[f32], width: usize| {
+            let index = values.iter().position(|v| !v.is_finite())?;
+            Some((index / width, index % width))
+        };
+        let found = place(&b, rank).or_else(|| place(gain.as_deref()?, 1));
+        if let Some((row, column)) = found {
+            return Err(Error::MergedNotFinite {
+                module: String::new(),
+                row,
+                column,
+            });
+        }
         Ok(UnmergedUpdate { rank, a, b, gain })
     }
 }

@@ -336,6 +336,74 @@ fn wrong_lengths_and_zero_norms_are_errors() {
     ));
 }
 
+#[test]
+fn shapes_without_elements_and_shapes_that_overflow() {
+    let empty = |r: usize, rows: usize, dora: bool| LowRankTerm {
+        r,
+        left: vec![0.5; rows * r].into(),
+        right: vec![].into(),
+        scaling: 1.0,
+        magnitude: dora.then(|| vec![1.0; rows].into()),
+    };
+    for (r, rows, dora) in [(0, 3, true), (0, 3, false), (2, 0, true), (2, 3, false)] {
+        let update = ModuleUpdate::from_terms(rows, 0, vec![empty(r, rows, dora)]).unwrap();
+        let unmerged = update.unmerged(Some(&[]));
+        if dora && rows > 0 {
+            assert!(
+                matches!(unmerged, Err(Error::ZeroNorm { row: 0, .. })),
+                "rank {r}"
+            );
+            assert!(matches!(
+                merge_into(&[], &update, &mut []),
+                Err(Error::ZeroNorm { .. })
+            ));
+        } else {
+            assert_eq!(unmerged.unwrap().b.len(), rows * r);
+            assert!(!merge_into(&[], &update, &mut []).unwrap().changed);
+        }
+    }
+    let huge = ModuleUpdate::from_terms(1 << 40, 1 << 40, vec![]).unwrap();
+    assert!(matches!(
+        merge_into(&[], &huge, &mut []),
+        Err(Error::Length { .. })
+    ));
+}
+
+#[test]
+fn what_f32_cannot_hold_is_an_error_at_run_time_too() {
+    let term = LowRankTerm {
+        r: 2,
+        left: vec![0.0, 1.0, 1.0, 3e38].into(),
+        right: vec![1.0, 2.0].into(),
+        scaling: 4.0,
+        magnitude: None,
+    };
+    let update = ModuleUpdate::from_terms(2, 1, vec![term.clone()]).unwrap();
+    assert!(matches!(
+        update.unmerged(None),
+        Err(Error::MergedNotFinite {
+            row: 1,
+            column: 1,
+            ..
+        })
+    ));
+    let gain = LowRankTerm {
+        left: vec![0.0; 4].into(),
+        magnitude: Some(vec![1.0, 3e38].into()),
+        ..term
+    };
+    let update = ModuleUpdate::from_terms(2, 1, vec![gain]).unwrap();
+    let small = [bf16::ONE, bf16::from_f32(1e-3)];
+    assert!(matches!(
+        update.unmerged(Some(&small)),
+        Err(Error::MergedNotFinite {
+            row: 1,
+            column: 0,
+            ..
+        })
+    ));
+}
+
 /// PEFT's forward pass with several DoRA adapters: each norm over the unmerged weight.
 #[test]
 fn unmerged_and_merged_agree() {

@@ -457,3 +457,36 @@ fn sources_that_do_not_fit_are_errors() {
         Err(Error::Read { .. })
     ));
 }
+
+#[test]
+fn a_file_is_read_only_where_a_module_lies() {
+    let specs = &tiny_specs()[..1];
+    let weights = FileWeights::from_safetensors(model_file(), specs).unwrap();
+    let mut whole = vec![bf16::ZERO; specs[0].elements()];
+    weights.read(0, &mut whole).unwrap();
+    let mut longer = vec![bf16::ZERO; whole.len() + 1];
+    assert!(
+        weights.read(0, &mut longer).is_err(),
+        "the next tensor's bytes follow"
+    );
+    assert!(weights.read(0, &mut whole[1..]).is_err());
+    assert!(weights.read(1, &mut whole).is_err());
+    let absurd = [ModuleSpec::linear("q_proj", usize::MAX, 2)];
+    assert!(matches!(
+        FileWeights::open(model_file(), &absurd, vec![0]),
+        Err(Error::Pristine { .. })
+    ));
+    // The second tensor begins where 64 bits end: eight bytes for the length and the header bring it into the file again.
+    let gap = u64::MAX - 60;
+    let header = format!(
+        r#"{{"a":{{"dtype":"U8","shape":[{gap}],"data_offsets":[0,{gap}]}},"m.weight":{{"dtype":"BF16","shape":[1,1],"data_offsets":[{gap},{}]}}}}"#,
+        gap + 2
+    );
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    let path = std::env::temp_dir().join(format!("wrapping-offset-{}.safetensors", std::process::id()));
+    std::fs::write(&path, bytes).unwrap();
+    let result = FileWeights::from_safetensors(&path, &[ModuleSpec::linear("m", 1, 1)]);
+    std::fs::remove_file(&path).unwrap();
+    assert!(result.is_err());
+}

@@ -315,6 +315,23 @@ fn weights_of_adapters_must_be_finite() {
             Err(Error::AdapterWeight { .. })
         ));
     }
+    // Each of the two is finite, their product is not.
+    let tensor = |name, shape, values| TensorSlice {
+        name,
+        shape,
+        values: TensorValues::F32(values),
+    };
+    let tensors = [
+        tensor("q_proj.lora_A.weight", &[1, 1], &[1.0]),
+        tensor("q_proj.lora_B.weight", &[1, 1], &[1.0]),
+    ];
+    let adapter = Adapter::from_tensors(AdapterConfig::new(1, 1e300, ["q_proj"]), &tensors).unwrap();
+    let active = ActiveAdapter {
+        weight: 1e30,
+        ..ActiveAdapter::new(adapter)
+    };
+    let error = resolve(&[active], &[ModuleSpec::linear("q_proj", 1, 1)]).unwrap_err();
+    assert!(matches!(error, Error::AdapterWeight { weight: 1e30, .. }), "{error}");
 }
 
 #[test]

@@ -25,13 +25,21 @@ pub(super) struct RuntimeUpdate {
 }
 
 impl RuntimeUpdate {
-    pub(super) fn new(update: &ModuleUpdate, base: &WeightMatrix) -> Result<Self> {
+    pub(super) fn new(update: &ModuleUpdate, base: &WeightMatrix) -> Result<Self, lora_merge::Error> {
         // Only DoRA's norms need the base's values.
         let dora = update.terms().iter().any(|term| term.magnitude.is_some());
         let base = dora.then(|| base.to_bf16());
-        let replacement = update
+        let replacement: Option<Vec<bf16>> = update
             .replacement()
             .map(|w| w.iter().copied().map(bf16::from_f32).collect());
+        if let Some(index) = replacement.iter().flatten().position(|w| !w.is_finite()) {
+            let (_, columns) = update.shape();
+            return Err(lora_merge::Error::MergedNotFinite {
+                module: String::new(),
+                row: index / columns,
+                column: index % columns,
+            });
+        }
         Ok(Self {
             replacement,
             low_rank: update.unmerged(base.as_deref())?,
@@ -56,6 +64,16 @@ impl RuntimeUpdate {
     }
 }
 
+/// Puts the module's name into an error of its update.
+fn named(mut error: lora_merge::Error, base: &WeightMatrix) -> Error {
+    use lora_merge::Error::{MergedNotFinite, ZeroNorm};
+    if let MergedNotFinite { module, .. } | ZeroNorm { module, .. } = &mut error {
+        let name = base.name();
+        *module = name.strip_suffix(".weight").unwrap_or(name).to_owned();
+    }
+    error.into()
+}
+
 /// The policies whose adapters are not merged, and which of them each sequence and each row of a step is computed under.
 #[derive(Default)]
 pub(super) struct RuntimePolicies {
@@ -74,7 +92,9 @@ impl RuntimePolicies {
         for resolved in resolved {
             let of_module = resolved.updates().iter().enumerate().map(|(module, update)| {
                 match (update, weights.module(module)) {
-                    (Some(update), Some(base)) => RuntimeUpdate::new(update, base).map(Some),
+                    (Some(update), Some(base)) => RuntimeUpdate::new(update, base)
+                        .map(Some)
+                        .map_err(|error| named(error, base)),
                     _ => Ok(None),
                 }
             });
