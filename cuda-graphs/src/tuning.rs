@@ -190,6 +190,9 @@ fn unsupported(status: &str) -> Error {
     }
 }
 
+/// More rows than any product has.
+const MOST_ROWS: usize = 1 << 40;
+
 /// The row count whose algorithm also serves `m` rows: the buckets of decoding up to 256, then four per doubling. An algorithm
 /// for many more rows may have tiles so high that the last one is nearly empty.
 pub(crate) fn row_class(m: usize) -> usize {
@@ -197,7 +200,7 @@ pub(crate) fn row_class(m: usize) -> usize {
         0..=8 => m.max(1).next_power_of_two(),
         9..=256 => m.next_multiple_of(16),
         // Beyond any batch; a class of its own keeps the arithmetic in range.
-        _ if m > 1 << 40 => m,
+        _ if m > MOST_ROWS => m,
         _ => m.next_multiple_of(m.next_power_of_two() / 8),
     }
 }
@@ -210,6 +213,8 @@ pub(crate) fn row_class(m: usize) -> usize {
 /// ```
 pub fn row_classes(max: usize) -> Vec<usize> {
     let mut classes = vec![1];
+    // Beyond, every row count is a class of its own.
+    let max = max.min(MOST_ROWS);
     while let Some(&last) = classes.last().filter(|&&last| last < max) {
         classes.push(row_class(last + 1));
     }
@@ -235,6 +240,7 @@ mod tests {
         assert_eq!(row_class(usize::MAX), usize::MAX);
         assert!(classes.len() < 50, "{} classes to time", classes.len());
         assert!(row_classes(20_000).into_iter().eq(classes));
+        assert_eq!(row_classes(usize::MAX).last(), Some(&MOST_ROWS));
         for bucket in crate::BucketSet::new(256).unwrap().sizes() {
             assert_eq!(
                 row_class(*bucket),

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::json::{Fields, kind, parse_object, read_object};
 use crate::rope::{RopeConfig, RopeScaling};
-use crate::{Projection, Result};
+use crate::{Error, Projection, Result};
 
 /// The shape of a Qwen3 model, from `config.json`.
 ///
@@ -54,6 +54,8 @@ pub struct Qwen3Config {
 
 /// Larger dimensions than this are a broken file, not a model.
 const MAX_DIM: usize = 1 << 24;
+/// A whole vocabulary's weights must fit the sampler's 64 bits.
+const MAX_VOCAB: usize = crate::sampling::MAX_VOCAB;
 const MAX_LAYERS: usize = 4096;
 const MAX_HEADS: usize = 4096;
 const MAX_HEAD_DIM: usize = 1024;
@@ -118,14 +120,13 @@ impl Qwen3Config {
             .chain([&frequencies.attention_factor])
             .all(|x| x.is_finite())
         {
-            let field = if fields.value("rope_scaling").is_some() {
-                "rope_scaling"
-            } else {
-                "rope_parameters"
-            };
+            let field = ["rope_scaling", "rope_parameters"]
+                .into_iter()
+                .find(|field| fields.value(field).is_some())
+                .unwrap_or("rope_theta");
             return Err(fields.error(field, "gives frequencies that are not finite"));
         }
-        let vocab_size = fields.required_size("vocab_size", MAX_DIM)?;
+        let vocab_size = fields.required_size("vocab_size", MAX_VOCAB)?;
         let eos_token_ids = fields.token_ids("eos_token_id")?;
         Ok(Self {
             vocab_size,
@@ -141,6 +142,48 @@ impl Qwen3Config {
             tie_word_embeddings: fields.boolean("tie_word_embeddings")?.unwrap_or(false),
             eos_token_ids,
         })
+    }
+
+    /// Whether the shape is one that [`from_dir`](Self::from_dir) could have read: fields may have been set since.
+    pub(crate) fn check(&self) -> Result<()> {
+        let wrong = |field: &str, value: usize, expected: &str| {
+            Err(Error::Option {
+                option: "config",
+                problem: format!("`{field}` is {value}, expected {expected}"),
+            })
+        };
+        for (field, value, max) in [
+            ("vocab_size", self.vocab_size, MAX_VOCAB),
+            ("hidden_size", self.hidden_size, MAX_DIM),
+            ("intermediate_size", self.intermediate_size, MAX_DIM),
+            ("n_layers", self.n_layers, MAX_LAYERS),
+            ("n_heads", self.n_heads, MAX_HEADS),
+            ("n_kv_heads", self.n_kv_heads, MAX_HEADS),
+            ("head_dim", self.head_dim, MAX_HEAD_DIM),
+            (
+                "max_position_embeddings",
+                self.max_position_embeddings,
+                MAX_POSITIONS,
+            ),
+        ] {
+            if value == 0 || value > max {
+                return wrong(field, value, &format!("1 to {max}"));
+            }
+        }
+        for (field, value) in [
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("head_dim", self.head_dim),
+        ] {
+            if value % 2 != 0 {
+                return wrong(field, value, "an even number");
+            }
+        }
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
+            let expected = format!("a divisor of `n_heads`, which is {}", self.n_heads);
+            return wrong("n_kv_heads", self.n_kv_heads, &expected);
+        }
+        Ok(())
     }
 
     /// Number of positions that the model can encode: `max_position_embeddings`, or what yarn

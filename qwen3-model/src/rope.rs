@@ -76,7 +76,7 @@ impl RopeConfig {
     const DEFAULT_THETA: f64 = 10_000.0;
 
     /// Reads the transformers 5 form (`rope_parameters`) or the transformers 4 form
-    /// (`rope_theta` and `rope_scaling`). Both at once must agree.
+    /// (`rope_theta` and `rope_scaling`). A base inside and one beside must agree.
     pub(crate) fn from_fields(fields: &Fields<'_>, max_positions: usize) -> Result<Self> {
         let new = fields.object("rope_parameters")?;
         let old = fields.object("rope_scaling")?;
@@ -86,14 +86,21 @@ impl RopeConfig {
                 "stands beside `rope_parameters`; keep one of them",
             ));
         }
+        let name = if new.is_some() {
+            "rope_parameters"
+        } else {
+            "rope_scaling"
+        };
+        let parameters = new.or(old);
         let top = fields.positive("rope_theta")?;
-        let nested = match &new {
+        // transformers 5 reads a base in either object.
+        let nested = match &parameters {
             Some(parameters) => parameters.positive("rope_theta")?,
             None => None,
         };
         let theta = match (top, nested) {
             (Some(a), Some(b)) if a != b => {
-                let problem = format!("is {a}, but `rope_parameters.rope_theta` is {b}");
+                let problem = format!("is {a}, but `{name}.rope_theta` is {b}");
                 return Err(fields.error("rope_theta", problem));
             }
             (a, b) => b.or(a).unwrap_or(Self::DEFAULT_THETA),
@@ -106,7 +113,7 @@ impl RopeConfig {
                 format!("is {share}; Qwen3 rotates all dimensions"),
             ));
         }
-        let scaling = match new.or(old) {
+        let scaling = match parameters {
             Some(parameters) => RopeScaling::from_fields(fields, &parameters, max_positions, theta)?,
             None => RopeScaling::Default,
         };

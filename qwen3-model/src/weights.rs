@@ -244,6 +244,54 @@ impl Weights {
         layout.read(config)
     }
 
+    /// Whether the weights are those of a model of this shape.
+    pub(crate) fn check(&self, config: &Qwen3Config) -> Result<()> {
+        let wrong = |what: &str, found: String, expected: String| {
+            Err(Error::Option {
+                option: "weights",
+                problem: format!("{what} has {found}, the configuration asks for {expected}"),
+            })
+        };
+        let matrix = |matrix: &WeightMatrix, expected: [usize; 2]| match [matrix.rows, matrix.cols] {
+            found if found == expected => Ok(()),
+            found => wrong(
+                &format!("`{}`", matrix.name),
+                format!("{found:?}"),
+                format!("{expected:?}"),
+            ),
+        };
+        let norm = |name: &str, values: &[f32], expected: usize| match values.len() {
+            found if found == expected => Ok(()),
+            found => wrong(&format!("`{name}`"), found.to_string(), expected.to_string()),
+        };
+        let vocab = [config.vocab_size, config.hidden_size];
+        matrix(&self.embed_tokens, vocab)?;
+        matrix(&self.lm_head, vocab)?;
+        norm(FINAL_NORM, &self.norm, config.hidden_size)?;
+        if self.layers.len() != config.n_layers {
+            let layers = |n: usize| format!("{n} layers");
+            return wrong("the model", layers(self.layers.len()), layers(config.n_layers));
+        }
+        for (index, layer) in self.layers.iter().enumerate() {
+            for (name, values, expected) in [
+                (INPUT_NORM, &layer.input_norm, config.hidden_size),
+                (
+                    POST_ATTENTION_NORM,
+                    &layer.post_attention_norm,
+                    config.hidden_size,
+                ),
+                (Q_NORM, &layer.q_norm, config.head_dim),
+                (K_NORM, &layer.k_norm, config.head_dim),
+            ] {
+                norm(&tensor_name(index, name), values, expected)?;
+            }
+            for projection in Projection::ALL {
+                matrix(layer.projection(projection), config.projection_shape(projection))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Whether any matrix is in 4 bits. Adapters cannot be merged into such a matrix.
     pub fn is_quantized(&self) -> bool {
         let layers = self.layers.iter().flat_map(|layer| &layer.projections);

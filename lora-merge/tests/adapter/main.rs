@@ -331,7 +331,10 @@ fn weights_of_adapters_must_be_finite() {
         ..ActiveAdapter::new(adapter)
     };
     let error = resolve(&[active], &[ModuleSpec::linear("q_proj", 1, 1)]).unwrap_err();
-    assert!(matches!(error, Error::AdapterWeight { weight: 1e30, .. }), "{error}");
+    assert!(
+        matches!(error, Error::AdapterWeight { weight: 1e30, .. }),
+        "{error}"
+    );
 }
 
 #[test]

@@ -110,7 +110,8 @@ impl CpuBackend {
     /// A backend over `weights`, with an empty cache.
     ///
     /// # Errors
-    /// [`Error::Option`] for an option that is 0, [`Error::PagedKv`] for a cache that cannot be.
+    /// [`Error::Option`] for an option that is 0, a shape that no model has and weights of another shape;
+    /// [`Error::PagedKv`] for a cache that cannot be.
     pub fn new(config: Qwen3Config, weights: Weights, options: &LoadOptions) -> Result<Self> {
         let LoadOptions {
             kv_dtype,
@@ -124,6 +125,8 @@ impl CpuBackend {
                 problem: "is 0".into(),
             });
         }
+        config.check()?;
+        weights.check(&config)?;
         let cache = KvCache::new(KvLayout {
             n_layers: config.n_layers,
             kv_heads: config.n_kv_heads,

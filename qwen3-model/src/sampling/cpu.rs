@@ -1,6 +1,6 @@
 //! The definition of the [module](super), for one row on the CPU. What CUDA samples is tested against it.
 
-use super::{Philox, Sampling, TokenLogprob, TokenState};
+use super::{MAX_VOCAB, Philox, Sampling, TokenLogprob, TokenState};
 
 /// Coefficients of `2^−f = 1 + f·(c₀ + f·(c₁ + …))` for |f| ≤ ½, within 1.1·10⁻⁷ in f32. The kernel has the same.
 const EXP2: [f32; 6] = [
@@ -73,7 +73,8 @@ impl Sampling {
 }
 
 /// Samples token number `index` of its completion from a row of logits `[vocab]`. `states` `[vocab]` is what is known of
-/// each id in the sequence; it is read only if [`Sampling::uses_token_states`], missing entries count as default.
+/// each id in the sequence; it is read only if [`Sampling::uses_token_states`], missing entries count as default. Of more
+/// than [`MAX_VOCAB`](super::MAX_VOCAB) logits the rest counts as −∞ where a token is drawn.
 pub fn sample_row(logits: &[f32], sampling: &Sampling, index: u32, states: &[TokenState]) -> Sampled {
     let max = greatest(logits);
     let log_sum = log_sum_exp_above(logits, max);
@@ -91,7 +92,7 @@ pub fn sample_row(logits: &[f32], sampling: &Sampling, index: u32, states: &[Tok
     } else {
         (logits, max)
     };
-    let (token, sampled_logprob) = if sampling.temperature == 0.0 {
+    let (token, sampled_logprob) = if !(sampling.temperature > 0.0 && sampling.distance_scale().is_finite()) {
         let token = y.iter().position(|&y| y == y_max).unwrap_or(0);
         let sampled_logprob = if y_max.is_finite() { 0.0 } else { f32::NAN };
         (token, sampled_logprob)
@@ -99,6 +100,10 @@ pub fn sample_row(logits: &[f32], sampling: &Sampling, index: u32, states: &[Tok
         let random = Philox {
             seed: sampling.seed,
             completion: sampling.completion,
+        };
+        let (y, y_max) = match y.get(..MAX_VOCAB) {
+            Some(y) => (y, greatest(y)),
+            None => (y, y_max),
         };
         draw(y, y_max, sampling, random.uniform(index))
     };

@@ -38,7 +38,8 @@ pub use philox::{Philox, philox4x32_10};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Softmax temperature; 0 takes the most likely token.
+    /// Softmax temperature, at least 0; 0 takes the most likely token. On the CPU so do temperatures so small that f32 has no
+    /// inverse for them, and what is no temperature: below 0 or NaN.
     pub temperature: f32,
     /// Keep the `top_k` most likely tokens and their equals; 0 keeps all.
     pub top_k: u32,
@@ -46,7 +47,8 @@ pub struct Sampling {
     pub top_p: f32,
     /// Keep tokens with at least this fraction of the most likely token's probability, in [0, 1]; 0 keeps all.
     pub min_p: f32,
-    /// Divides positive and multiplies negative logits of ids that occur in the prompt or the completion; 1 does nothing.
+    /// Divides positive and multiplies negative logits of ids that occur in the prompt or the completion; above 0, 1 does
+    /// nothing.
     pub repetition_penalty: f32,
     /// Subtracted from the logits of ids that occur in the completion.
     pub presence_penalty: f32,
@@ -63,6 +65,9 @@ pub struct Sampling {
     /// Most likely tokens to report with their log-probabilities, at most [`MAX_TOP_LOGPROBS`].
     pub top_logprobs: u32,
 }
+
+/// Most ids of a vocabulary that can be sampled from.
+pub const MAX_VOCAB: usize = 1 << 19;
 
 /// Most alternatives that a row can report.
 pub const MAX_TOP_LOGPROBS: usize = 20;

@@ -1,8 +1,12 @@
 //! Adapters against PEFT: logits of every fixture, merged and at run time.
 
+use std::slice::from_ref;
+
 use crate::common::*;
-use lora_merge::{ActiveAdapter, Adapter, DriftOptions, verify_no_drift};
-use qwen3_model::{CpuBackend, MergeMode, Model};
+use lora_merge::{
+    ActiveAdapter, Adapter, AdapterConfig, DriftOptions, TensorSlice, TensorValues, verify_no_drift,
+};
+use qwen3_model::{Backend, CpuBackend, MergeMode, Model, Projection};
 
 const NAMES: [&str; 8] = [
     "mult-r32",
@@ -157,6 +161,28 @@ fn weights_beyond_bf16_are_refused_and_leave_the_previous_policy_in_force() {
         .set_adapters(&vec![huge[0].clone(); 256], MergeMode::Merged)
         .unwrap_err();
     assert!(error.to_string().contains("finite"), "{error}");
+    // At run time there is no sum with the base, but a scaled factor that f32 cannot hold.
+    let alpha = |alpha: f64| {
+        let tensor = |name, shape, values| TensorSlice {
+            name,
+            shape,
+            values: TensorValues::F32(values),
+        };
+        let config = model.config();
+        let (name, [rows, columns]) = (Projection::O.module(1), config.projection_shape(Projection::O));
+        let (a, b) = (vec![1.0; columns], vec![1e10; rows]);
+        let (name_a, name_b) = (format!("{name}.lora_A.weight"), format!("{name}.lora_B.weight"));
+        let (shape_a, shape_b) = ([1, columns], [rows, 1]);
+        let tensors = [tensor(&name_a, &shape_a, &a), tensor(&name_b, &shape_b, &b)];
+        ActiveAdapter::new(Adapter::from_tensors(AdapterConfig::new(1, alpha, [name]), &tensors).unwrap())
+    };
+    let (fits, huge) = (alpha(1.0), alpha(1e30));
+    for mode in [MergeMode::Merged, MergeMode::Unmerged] {
+        let error = model.set_adapters(from_ref(&huge), mode).unwrap_err().to_string();
+        assert!(error.contains("`model.layers.1.self_attn.o_proj`"), "{error}");
+        let policies: [&[ActiveAdapter]; 2] = [from_ref(&fits), from_ref(&huge)];
+        assert!(model.backend_mut().serve_policies(&policies).is_err());
+    }
     let (log_prob, _) = compare(&mut model, "qv-r8");
     assert!(log_prob < 1e-2, "{log_prob}");
     let again = model.set_adapters(&active("qv-r8"), MergeMode::Merged).unwrap();

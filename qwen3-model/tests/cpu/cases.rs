@@ -57,6 +57,32 @@ fn rope_theta_inside_rope_parameters_counts() {
 }
 
 #[test]
+fn rope_theta_inside_rope_scaling_counts() {
+    let mut config = published_4b();
+    config.as_object_mut().unwrap().remove("rope_theta");
+    for scaling in [
+        json!({"rope_theta": 5000000, "rope_type": "default"}),
+        json!({"rope_theta": 5000000, "rope_type": "yarn", "factor": 4.0}),
+    ] {
+        config["rope_scaling"] = scaling;
+        assert_eq!(parse(&config).rope.theta, 5e6);
+    }
+    config["rope_theta"] = json!(1000000);
+    let error = Qwen3Config::from_json(config.to_string().as_bytes()).unwrap_err();
+    assert!(
+        error.to_string().contains("`rope_scaling.rope_theta` is 5000000"),
+        "{error}"
+    );
+    config.as_object_mut().unwrap().remove("rope_scaling");
+    config["rope_theta"] = json!(1e-300);
+    let error = Qwen3Config::from_json(config.to_string().as_bytes()).unwrap_err();
+    assert!(
+        error.to_string().contains("`rope_theta`"),
+        "nothing else is in the file: {error}"
+    );
+}
+
+#[test]
 fn rope_theta_absent_everywhere_is_the_default_of_transformers() {
     let mut config = published_4b();
     config.as_object_mut().unwrap().remove("rope_theta");

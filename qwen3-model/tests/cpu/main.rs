@@ -8,4 +8,5 @@ mod hostile;
 mod quantized;
 mod quantized_hostile;
 mod sampling;
+mod shapes;
 mod steps;

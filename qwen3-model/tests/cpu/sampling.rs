@@ -1,7 +1,7 @@
 //! Sampling on the CPU: its distribution, its log-probabilities, and every edge of every parameter.
 
 use proptest::prelude::*;
-use qwen3_model::sampling::{Philox, Sampling, TokenState, sample_row, top_logprobs};
+use qwen3_model::sampling::{MAX_VOCAB, Philox, Sampling, TokenState, sample_row, top_logprobs};
 
 const HOT: Sampling = Sampling {
     temperature: 1.0,
@@ -414,5 +414,39 @@ proptest! {
             prop_assert_eq!(top.token as usize, id);
             prop_assert!((f64::from(top.logprob) - (f64::from(row[id]) - sum.ln())).abs() < 1e-5);
         }
+    }
+}
+
+#[test]
+fn temperatures_without_an_inverse_take_the_best() {
+    let logits = [0.5, -1.0, 2.0, 2.0, 1.0];
+    let best = sample_row(&logits, &Sampling::GREEDY, 0, &[]);
+    for temperature in [1e-45, 1e-40, -0.0, -1.0, f32::NEG_INFINITY, f32::NAN] {
+        let sampling = Sampling {
+            temperature,
+            ..Sampling::GREEDY
+        };
+        assert_eq!(sample_row(&logits, &sampling, 0, &[]), best, "{temperature}");
+    }
+    let hot = Sampling {
+        temperature: f32::INFINITY,
+        ..Sampling::GREEDY
+    };
+    let drawn = sample_row(&logits, &hot, 0, &[]);
+    assert!((drawn.sampled_logprob - 0.2f32.ln()).abs() < 1e-6, "all alike");
+}
+
+/// The weights of more equals than there can be would not fit 64 bits.
+#[test]
+fn a_row_longer_than_any_vocabulary_is_cut() {
+    let logits = vec![0.0; MAX_VOCAB * 4];
+    let sampling = Sampling {
+        temperature: 1.0,
+        ..Sampling::GREEDY
+    };
+    for index in 0..4 {
+        let drawn = sample_row(&logits, &sampling, index, &[]);
+        assert!((drawn.token as usize) < MAX_VOCAB);
+        assert_eq!(drawn.sampled_logprob, -(MAX_VOCAB as f32).ln());
     }
 }

@@ -1,0 +1,65 @@
+//! Configurations and weights that were changed after they were read.
+
+use crate::common::folder::Folder;
+use qwen3_model::{CpuBackend, LoadOptions, Qwen3Config, WeightMatrix, Weights};
+
+/// Fields of a configuration are public, and so are parts of the weights.
+#[test]
+fn shapes_that_do_not_fit_are_refused_when_a_backend_is_made() {
+    let dir = tempfile::tempdir().unwrap();
+    Folder::new().write(dir.path());
+    let config = Qwen3Config::from_dir(dir.path()).unwrap();
+    let weights = Weights::open(dir.path(), &config).unwrap();
+    let refused = |config: &Qwen3Config, weights: &Weights, word: &str| {
+        let options = LoadOptions::default();
+        let error = CpuBackend::new(config.clone(), weights.clone(), &options).err();
+        let error = error.expect("was made").to_string();
+        assert!(error.contains(word), "{word}: {error}");
+    };
+    type Set = fn(&mut Qwen3Config, usize);
+    let fields: [(&str, Set); 8] = [
+        ("vocab_size", |c, n| c.vocab_size = n),
+        ("hidden_size", |c, n| c.hidden_size = n),
+        ("intermediate_size", |c, n| c.intermediate_size = n),
+        ("n_layers", |c, n| c.n_layers = n),
+        ("n_heads", |c, n| c.n_heads = n),
+        ("n_kv_heads", |c, n| c.n_kv_heads = n),
+        ("head_dim", |c, n| c.head_dim = n),
+        ("max_position_embeddings", |c, n| c.max_position_embeddings = n),
+    ];
+    for (field, set) in fields {
+        for absurd in [0, usize::MAX] {
+            let mut config = config.clone();
+            set(&mut config, absurd);
+            refused(&config, &weights, field);
+        }
+        if field != "max_position_embeddings" {
+            for other in [2, 4, 6, 34] {
+                let mut config = config.clone();
+                set(&mut config, other);
+                if config.n_heads.is_multiple_of(config.n_kv_heads)
+                    && config != Qwen3Config::from_dir(dir.path()).unwrap()
+                {
+                    refused(&config, &weights, "the configuration asks for");
+                }
+            }
+        }
+    }
+    let with = |change: &dyn Fn(&mut Weights)| {
+        let mut weights = weights.clone();
+        change(&mut weights);
+        weights
+    };
+    let short = with(&|w| w.norm.truncate(1));
+    refused(&config, &short, "`model.norm.weight` has 1");
+    let short = with(&|w| w.layers[1].k_norm.truncate(1));
+    refused(&config, &short, "`model.layers.1.self_attn.k_norm.weight` has 1");
+    let transposed = with(&|w| {
+        let (rows, cols) = (w.embed_tokens.cols(), w.embed_tokens.rows());
+        let data = w.embed_tokens.to_bf16().into_owned();
+        w.embed_tokens = WeightMatrix::from_vec("embedding", rows, cols, data).unwrap();
+    });
+    refused(&config, &transposed, "`embedding` has");
+    let longer = with(&|w| w.layers.push(w.layers[0].clone()));
+    refused(&config, &longer, "3 layers");
+}
