@@ -99,7 +99,9 @@ impl std::str::FromStr for Arch {
                 Some(number) => (number, true),
                 None => (number, false),
             };
-            let number: u32 = number.parse().ok()?;
+            // `parse` would take a sign.
+            let digits = number.bytes().all(|byte| byte.is_ascii_digit());
+            let number: u32 = number.parse().ok().filter(|_| digits)?;
             (number >= 10).then(|| Self::new(number / 10, number % 10, specific))
         };
         parse().ok_or_else(|| Error::InvalidArgument {
@@ -119,7 +121,7 @@ mod tests {
             assert_eq!(arch.to_string().parse::<Arch>().unwrap(), arch);
         }
         assert_eq!(Arch::SM_100A.to_string(), "sm_100a");
-        for wrong in ["90", "sm_", "sm_x", "sm_9", "compute_90", "sm_90f"] {
+        for wrong in ["90", "sm_", "sm_x", "sm_9", "compute_90", "sm_90f", "sm_+90"] {
             assert!(wrong.parse::<Arch>().is_err(), "{wrong}");
         }
     }

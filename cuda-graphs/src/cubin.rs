@@ -98,8 +98,8 @@ pub fn resource_usage(cubin: &[u8], log: &str) -> Result<Vec<ResourceUsage>> {
                     _ => continue,
                 };
                 if let Some(description) = word(value, 8) {
-                    of.parameters += 1;
-                    of.parameter_bytes += description >> shift;
+                    of.parameters = of.parameters.saturating_add(1);
+                    of.parameter_bytes = of.parameter_bytes.saturating_add(description >> shift);
                 }
             }
         }

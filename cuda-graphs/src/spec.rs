@@ -79,7 +79,7 @@ impl Limits {
 
     /// In which points `usage` is over the limits, as text; empty if it is within.
     pub fn violations(&self, usage: &ResourceUsage) -> Vec<String> {
-        let spills = usage.spill_store_bytes + usage.spill_load_bytes;
+        let spills = usage.spill_store_bytes.saturating_add(usage.spill_load_bytes);
         [
             ("registers", usage.registers, self.registers),
             ("bytes spilled", spills, self.spill_bytes),
@@ -257,6 +257,8 @@ mod tests {
         usage.static_shared_bytes = 1025;
         assert_eq!(limits.violations(&usage).len(), 4);
         assert_eq!(limits.violations(&usage)[0], "65 registers, the limit is 64");
+        usage.spill_store_bytes = u32::MAX;
+        assert_eq!(limits.violations(&usage).len(), 4, "the sum does not wrap");
     }
 
     #[test]

@@ -63,7 +63,7 @@ pub struct LayerWeights {
 
 /// All weights of a model. Matrices are bf16: those of bf16 files stay in the mapped file, f16 and
 /// f32 ones are rounded once into memory. Those that bitsandbytes quantised stay in 4 bits. Norms
-/// are f32.
+/// are f32. What is converted must be finite; matrices that stay in the file are not looked at.
 ///
 /// ```
 /// use qwen3_model::{LayerWeights, Projection, Qwen3Config, Weights};
@@ -110,8 +110,12 @@ impl WeightMatrix {
         })
     }
 
-    fn from_file(name: &str, file: Arc<MappedFile>, entry: TensorEntry, rows: usize, cols: usize) -> Self {
-        let name = name.to_owned();
+    fn from_file(
+        name: String,
+        file: Arc<MappedFile>,
+        entry: TensorEntry,
+        [rows, cols]: [usize; 2],
+    ) -> Result<Self> {
         let bytes = &file.bytes()[entry.bytes.clone()];
         let zero_copy = entry.dtype == Dtype::BF16
             && cfg!(target_endian = "little")
@@ -122,14 +126,17 @@ impl WeightMatrix {
                 bytes: entry.bytes,
             }
         } else {
-            Storage::Owned(Arc::new(convert(bytes, entry.dtype, bf16::from_f32)))
+            let values = convert(bytes, entry.dtype, bf16::from_f32);
+            let not_finite = values.par_iter().position_first(|value| !value.is_finite());
+            refuse_not_finite(&name, &file, &entry, not_finite)?;
+            Storage::Owned(Arc::new(values))
         };
-        Self {
+        Ok(Self {
             name,
             rows,
             cols,
             storage,
-        }
+        })
     }
 
     /// Name in the file, for instance `model.layers.0.mlp.up_proj.weight`.
@@ -441,7 +448,7 @@ impl MatrixPlace {
 
     fn read(self, name: String, [rows, cols]: [usize; 2]) -> Result<WeightMatrix> {
         match self {
-            Self::Dense(file, entry) => Ok(WeightMatrix::from_file(&name, file, entry, rows, cols)),
+            Self::Dense(file, entry) => WeightMatrix::from_file(name, file, entry, [rows, cols]),
             Self::FourBit(place) => Ok(WeightMatrix {
                 name,
                 rows,
@@ -515,7 +522,13 @@ impl Layout {
             }
         };
         let layers = self.layers.into_iter().enumerate().map(|(layer, places)| {
-            let [input_norm, post_attention_norm, q_norm, k_norm] = places.norms.map(read_norm);
+            let [input, post_attention, q, k] = places.norms;
+            let read = |place, name| read_norm(place, &tensor_name(layer, name));
+            let (input_norm, post_attention_norm) = (
+                read(input, INPUT_NORM)?,
+                read(post_attention, POST_ATTENTION_NORM)?,
+            );
+            let (q_norm, k_norm) = (read(q, Q_NORM)?, read(k, K_NORM)?);
             let mut all = Projection::ALL.into_iter();
             let [q, k, v, o, gate, up, down] = places.projections.map(|place| {
                 let p = all.next().unwrap_or(Projection::Down);
@@ -533,14 +546,37 @@ impl Layout {
         Ok(Weights {
             embed_tokens,
             lm_head,
-            norm: read_norm(self.norm),
+            norm: read_norm(self.norm, FINAL_NORM)?,
             layers,
         })
     }
 }
 
-fn read_norm((file, entry): (Arc<MappedFile>, TensorEntry)) -> Vec<f32> {
-    convert(&file.bytes()[entry.bytes], entry.dtype, |x| x)
+fn read_norm((file, entry): (Arc<MappedFile>, TensorEntry), name: &str) -> Result<Vec<f32>> {
+    let values = convert(&file.bytes()[entry.bytes.clone()], entry.dtype, |x| x);
+    let not_finite = values.iter().position(|value| !value.is_finite());
+    refuse_not_finite(name, &file, &entry, not_finite)?;
+    Ok(values)
+}
+
+/// An error for an element that is not finite, or that no bf16 can hold.
+fn refuse_not_finite(
+    name: &str,
+    file: &MappedFile,
+    entry: &TensorEntry,
+    element: Option<usize>,
+) -> Result<()> {
+    let Some(element) = element else {
+        return Ok(());
+    };
+    let width = entry.dtype.bitsize() / 8;
+    let bytes = &file.bytes()[entry.bytes.clone()][element * width..][..width];
+    let value = convert(bytes, entry.dtype, |x| x)[0];
+    Err(Error::Tensor {
+        path: file.path().to_owned(),
+        tensor: name.to_owned(),
+        problem: format!("element {element} is {value}, which is no weight in bf16"),
+    })
 }
 
 /// Every element through f32. `dtype` is one of the three that [`Checkpoint::take`] lets pass.

@@ -1,7 +1,8 @@
-//! Configurations and weights that were changed after they were read.
+//! Configurations and weights that were changed after they were read, and values that are no weights.
 
-use crate::common::folder::Folder;
+use crate::common::folder::{Folder, RawTensor};
 use qwen3_model::{CpuBackend, LoadOptions, Qwen3Config, WeightMatrix, Weights};
+use safetensors::Dtype;
 
 /// Fields of a configuration are public, and so are parts of the weights.
 #[test]
@@ -62,4 +63,36 @@ fn shapes_that_do_not_fit_are_refused_when_a_backend_is_made() {
     refused(&config, &transposed, "`embedding` has");
     let longer = with(&|w| w.layers.push(w.layers[0].clone()));
     refused(&config, &longer, "3 layers");
+}
+
+#[test]
+fn values_that_no_bf16_can_hold_are_named() {
+    let load = |name: &str, dtype: Dtype, at: usize, bytes: &[u8]| {
+        let mut folder = Folder::new();
+        let tensor = folder.tensors.get_mut(name).unwrap();
+        *tensor = RawTensor::new(dtype, &tensor.shape, 1);
+        tensor.bytes[at * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
+        let dir = tempfile::tempdir().unwrap();
+        folder.write(dir.path());
+        Weights::open(dir.path(), &Qwen3Config::from_dir(dir.path()).unwrap())
+    };
+    let matrix = "model.layers.1.mlp.up_proj.weight";
+    for name in [
+        matrix,
+        "model.layers.0.self_attn.k_norm.weight",
+        "model.norm.weight",
+    ] {
+        for (dtype, value) in [
+            (Dtype::F32, &f32::NAN.to_le_bytes()[..]),
+            (Dtype::F32, &f32::INFINITY.to_le_bytes()),
+            (Dtype::F16, &0xfc00u16.to_le_bytes()),
+        ] {
+            let error = load(name, dtype, 5, value).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains("element 5"), "{error}");
+        }
+    }
+    // The greatest f32 rounds to an infinity, the greatest bf16 does not.
+    let error = load(matrix, Dtype::F32, 5, &f32::MAX.to_le_bytes()).unwrap_err();
+    assert!(error.to_string().contains(matrix), "{error}");
+    load(matrix, Dtype::F32, 5, &3.38e38f32.to_le_bytes()).unwrap();
 }
