@@ -156,8 +156,17 @@ pub fn modules(config: &Qwen3Config) -> Vec<ModuleSpec> {
 /// measurements.
 ///
 /// # Errors
-/// [`Error::Adapter`](crate::Error::Adapter) for a rank of 0. Panics: none.
+/// [`Error::Adapter`](crate::Error::Adapter) for a rank of 0, [`Error::Option`](crate::Error::Option) for one beyond 2¹⁶ and
+/// for a shape that no model has. Panics: none.
 pub fn random_adapter(config: &Qwen3Config, rank: usize, seed: u64) -> crate::Result<Adapter> {
+    const MAX_RANK: usize = 1 << 16;
+    if rank > MAX_RANK {
+        return Err(crate::Error::Option {
+            option: "rank",
+            problem: format!("is {rank}, more than {MAX_RANK}"),
+        });
+    }
+    config.check()?;
     let names = Projection::ALL.map(|p| p.name().rsplit('.').next().unwrap_or_default());
     let settings = AdapterConfig::new(rank, 2.0 * rank as f64, names);
     let tensors = (0..config.n_layers).flat_map(|layer| {

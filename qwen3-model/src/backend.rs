@@ -159,7 +159,8 @@ pub trait Backend {
     /// or under the base (`None`). What the cache holds of the slot must have been computed under the same policy.
     ///
     /// # Errors
-    /// [`Error::Option`] for a slot or a policy that is not there; errors of the device.
+    /// [`Error::Option`] for a policy that is not there, and for a slot that the device has no place for (the CPU has one for
+    /// any); errors of the device.
     fn set_slot_policy(&mut self, slot: usize, policy: Option<usize>) -> Result<()> {
         let _ = slot;
         match policy {

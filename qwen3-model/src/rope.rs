@@ -123,7 +123,7 @@ impl RopeConfig {
     /// The inverse frequencies for heads of `head_dim` dimensions, computed in f32 in
     /// transformers' order of operations.
     ///
-    /// Panics: none (`head_dim` 0 gives none).
+    /// Panics: none for a `head_dim` that a model can have, to 1024 (0 gives none).
     pub fn frequencies(&self, head_dim: usize) -> RopeFrequencies {
         let half = head_dim / 2;
         let powers = (0..half).map(|i| {

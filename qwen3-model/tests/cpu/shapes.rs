@@ -1,7 +1,7 @@
 //! Configurations and weights that were changed after they were read, and values that are no weights.
 
 use crate::common::folder::{Folder, RawTensor};
-use qwen3_model::{CpuBackend, LoadOptions, Qwen3Config, WeightMatrix, Weights};
+use qwen3_model::{CpuBackend, LoadOptions, Qwen3Config, WeightMatrix, Weights, random_adapter};
 use safetensors::Dtype;
 
 /// Fields of a configuration are public, and so are parts of the weights.
@@ -95,4 +95,30 @@ fn values_that_no_bf16_can_hold_are_named() {
     let error = load(matrix, Dtype::F32, 5, &f32::MAX.to_le_bytes()).unwrap_err();
     assert!(error.to_string().contains(matrix), "{error}");
     load(matrix, Dtype::F32, 5, &3.38e38f32.to_le_bytes()).unwrap();
+}
+
+#[test]
+fn random_adapters_of_absurd_sizes_are_refused() {
+    let config = Qwen3Config::qwen3_0_6b();
+    for rank in [usize::MAX, 1 << 40, (1 << 16) + 1] {
+        let error = random_adapter(&config, rank, 1).unwrap_err().to_string();
+        assert!(
+            error.contains("`rank`") && error.contains(&rank.to_string()),
+            "{error}"
+        );
+    }
+    assert!(
+        random_adapter(&config, 0, 1)
+            .unwrap_err()
+            .to_string()
+            .contains("`r`")
+    );
+    let mut config = config;
+    config.hidden_size = usize::MAX;
+    assert!(
+        random_adapter(&config, 1, 1)
+            .unwrap_err()
+            .to_string()
+            .contains("hidden_size")
+    );
 }
