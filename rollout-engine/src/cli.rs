@@ -3,6 +3,7 @@
 mod args;
 #[cfg(feature = "cuda")]
 mod bench;
+mod engine_args;
 mod generate;
 mod input;
 mod inspect;

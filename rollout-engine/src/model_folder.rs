@@ -36,7 +36,8 @@ pub(crate) fn hub_id(model: &Path) -> Option<String> {
 
 /// Where `huggingface_hub` keeps what it has fetched.
 fn hub_cache() -> Option<PathBuf> {
-    let from = |variable, below: &str| var_os(variable).map(|dir| Path::new(&dir).join(below));
+    let set = |variable| var_os(variable).filter(|value| !value.is_empty());
+    let from = |variable, below: &str| set(variable).map(|dir| Path::new(&dir).join(below));
     from("HF_HUB_CACHE", "")
         .or_else(|| from("HF_HOME", "hub"))
         .or_else(|| from("XDG_CACHE_HOME", "huggingface/hub"))

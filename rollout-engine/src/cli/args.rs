@@ -5,10 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use qwen3_model::PristineCopy;
 
-use super::kernel_args::KernelArgs;
+use super::engine_args::EngineArgs;
 use super::sampling::SamplingArgs;
 use crate::device::DeviceChoice;
-use crate::pool::PoolSettings;
 use crate::scheduler::MAX_GROUP;
 
 /// Rollouts for reinforcement learning on Qwen3 language models.
@@ -56,10 +55,8 @@ pub(super) enum Command {
 
 #[derive(Debug, Args)]
 pub(super) struct GenerateArgs {
-    /// Model folder in Hugging Face form (config.json, *.safetensors, tokenizer.json), or the id of a model in Hugging Face's
-    /// cache, such as Qwen/Qwen3-0.6B. Default: the bundled model.
-    #[arg(long, value_name = "DIR|ID")]
-    pub(super) model: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) engine: EngineArgs,
 
     /// LoRA adapter to generate with, a PEFT folder (adapter_config.json, adapter_model.safetensors). May be given
     /// several times: the adapters then apply together.
@@ -70,11 +67,6 @@ pub(super) struct GenerateArgs {
     /// merged form. Always so for a model in 4 bits, whose weights cannot be merged into.
     #[arg(long, requires = "adapter")]
     pub(super) no_merge_lora: bool,
-
-    /// Turn a model in 4 bits into bf16 when it is loaded: four times the memory, and adapters are merged. Without effect
-    /// on other models.
-    #[arg(long)]
-    pub(super) dequantize: bool,
 
     /// On a GPU, where pristine copies of the weights that adapters target live: device, pinned (page-locked host memory)
     /// or file (read again at every refresh). The results are the same. Default: device.
@@ -112,43 +104,6 @@ pub(super) struct GenerateArgs {
     #[arg(short = 'n', long = "n", value_name = "N", default_value_t = 1, value_parser = group_size)]
     pub(super) n: usize,
 
-    /// Most sequences generated at once, in sequences. Default: 64.
-    #[arg(long, visible_alias = "max-num-seqs", value_name = "N", value_parser = positive)]
-    pub(super) max_batch_size: Option<usize>,
-
-    /// Pages of the KV cache, in pages, one of them reserved. Default: enough for the largest batch of the longest
-    /// sequences, but at most half of the memory available.
-    #[arg(long, value_name = "N", value_parser = positive)]
-    pub(super) n_pages: Option<usize>,
-
-    /// Size of a page, in tokens. Default: 64.
-    #[arg(long, visible_alias = "block-size", value_name = "N", value_parser = positive)]
-    pub(super) page_size: Option<usize>,
-
-    /// Longest sequence, prompt and completion together, in tokens. Default: what the model's positions allow.
-    #[arg(long, visible_alias = "max-model-len", value_name = "N", value_parser = positive)]
-    pub(super) max_seq_length: Option<usize>,
-
-    /// Where to run: auto (a GPU if there is a usable one, else the CPU), cpu, or cuda:N.
-    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
-    pub(super) device: DeviceChoice,
-
-    /// Keep pages of computed prompts and completions for later prompts that start with the same tokens.
-    #[arg(long, visible_alias = "enable-prefix-caching")]
-    pub(super) prefix_cache: bool,
-
-    /// The same bits for a request whatever else is in the batch, however its prompt is cut into chunks, and whether it is
-    /// preempted; slower on a GPU. On a CPU that always holds.
-    #[arg(long)]
-    pub(super) batch_invariant: bool,
-
-    /// On a GPU, launch decode steps kernel by kernel instead of replaying CUDA graphs. The results are the same.
-    #[arg(long, visible_alias = "enforce-eager")]
-    pub(super) no_capture_cudagraph: bool,
-
-    #[command(flatten)]
-    pub(super) kernels: KernelArgs,
-
     /// Write one JSON object a line to this file, each as its completion finishes; `-` is standard output. Default:
     /// text on standard output.
     #[arg(long, value_name = "FILE.jsonl")]
@@ -169,18 +124,6 @@ pub(super) struct GenerateArgs {
 
     #[command(flatten)]
     pub(super) sampling: SamplingArgs,
-}
-
-impl GenerateArgs {
-    pub(super) fn pool(&self) -> PoolSettings {
-        PoolSettings {
-            max_batch_size: self.max_batch_size,
-            max_seq_length: self.max_seq_length,
-            n_pages: self.n_pages,
-            page_size: self.page_size,
-            max_prefill_tokens: None,
-        }
-    }
 }
 
 #[derive(Debug, Args)]

@@ -14,7 +14,6 @@ use super::output::{Output, distinct_files, same_file, stdin_file, stdout_file};
 use super::progress::Progress;
 use super::{CliError, interrupt, metrics, report};
 use crate::completion::{Event, RequestId};
-use crate::device::DeviceChoice;
 use crate::engine::Engine;
 use crate::memory::{format_bytes, peak_memory};
 use crate::text::ChatTemplates;
@@ -23,26 +22,20 @@ use crate::{Error, model_folder};
 /// `trace` is the file of `--trace`, which has been opened.
 pub(super) fn run(args: &GenerateArgs, trace: Option<&Path>) -> Result<(), CliError> {
     interrupt::install();
-    refuse_what_has_no_effect_on_a_cpu(args)?;
+    args.engine
+        .refuse_what_has_no_effect(args.lora_pristine.is_some())?;
     refuse_to_overwrite_the_input(args)?;
     refuse_one_file_for_two(args, trace)?;
-    let model_dir = model_folder::find(args.model.as_deref())?;
+    let model_dir = model_folder::find(args.engine.model.as_deref())?;
     // Prompts first: a mistake in them shows before a large model is loaded.
     let has_template = args.prompts.is_none() && !ChatTemplates::from_dir(&model_dir)?.is_empty();
     let sampling = args.sampling.params(args.max_new_tokens, &model_dir)?;
     let jobs = input::jobs(args, &sampling, has_template)?;
     let begin = Instant::now();
-    let mut builder = Engine::builder()
-        .model(&model_dir)
-        .device(args.device)
-        .pool(args.pool())
-        .capture_graphs(!args.no_capture_cudagraph)
+    let mut builder = args
+        .engine
+        .builder()
         .pristine_copy(args.lora_pristine.unwrap_or_default())
-        .kernel_options(args.kernels.options())
-        .tuned_profile(args.kernels.tuned())
-        .prefix_cache(args.prefix_cache)
-        .batch_invariant(args.batch_invariant)
-        .dequantize(args.dequantize)
         .seed(args.seed);
     for dir in &args.adapter {
         builder = builder.adapter(dir);
@@ -54,7 +47,7 @@ pub(super) fn run(args: &GenerateArgs, trace: Option<&Path>) -> Result<(), CliEr
     let load = begin.elapsed();
     if let (Some(notice), false) = (&built.notice, args.quiet) {
         report(notice);
-        for flag in gpu_flags(args) {
+        for flag in args.engine.gpu_flags(args.lora_pristine.is_some()) {
             report(&format!("{flag} has no effect on the CPU"));
         }
     }
@@ -219,28 +212,6 @@ fn source_name(args: &GenerateArgs) -> String {
         .map_or(String::new(), |path| path.display().to_string())
 }
 
-/// Flags that were given and say something about GPUs only.
-fn gpu_flags(args: &GenerateArgs) -> Vec<&'static str> {
-    let mut flags = Vec::new();
-    if args.lora_pristine.is_some() {
-        flags.push("--lora-pristine");
-    }
-    if args.no_capture_cudagraph {
-        flags.push("--no-capture-cudagraph");
-    }
-    flags.extend(args.kernels.given());
-    flags
-}
-
-fn refuse_what_has_no_effect_on_a_cpu(args: &GenerateArgs) -> Result<(), CliError> {
-    match gpu_flags(args).first() {
-        Some(flag) if args.device == DeviceChoice::Cpu => Err(CliError::Usage(format!(
-            "{flag} has no effect on the CPU: leave it out, or choose another --device"
-        ))),
-        _ => Ok(()),
-    }
-}
-
 fn refuse_to_overwrite_the_input(args: &GenerateArgs) -> Result<(), CliError> {
     let file = args.output.as_deref().filter(|path| *path != Path::new("-"));
     match file {
@@ -293,7 +264,7 @@ fn refuse_input(
     }
     let path = path.and_then(|path| path.canonicalize().ok());
     // Weights are mapped while the command runs: truncating them would end it, and lose them.
-    let model = args.model.as_deref();
+    let model = args.engine.model.as_deref();
     let model = model.and_then(|model| model_folder::find(Some(model)).ok());
     for folder in model.iter().chain(&args.adapter) {
         let inside = path

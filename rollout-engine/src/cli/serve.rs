@@ -8,13 +8,10 @@ use clap::Args;
 use qwen3_model::{MergeMode, PristineCopy};
 use tokio::net::TcpSocket;
 
-use super::args::{device, positive};
-use super::kernel_args::KernelArgs;
+use super::args::positive;
+use super::engine_args::EngineArgs;
 use super::{CliError, report};
-use crate::device::DeviceChoice;
-use crate::engine::Engine;
 use crate::model_folder;
-use crate::pool::PoolSettings;
 use crate::serve::{LogprobsMode, ServeSettings, Server};
 
 /// Connections that the system holds until they are accepted.
@@ -22,9 +19,8 @@ const BACKLOG: u32 = 1024;
 
 #[derive(Debug, Args)]
 pub(super) struct ServeArgs {
-    /// Model folder in Hugging Face form, or the id of a model in Hugging Face's cache. Default: the bundled model.
-    #[arg(long, value_name = "DIR|ID")]
-    model: Option<PathBuf>,
+    #[command(flatten)]
+    engine: EngineArgs,
 
     /// Name of the base model in requests. Default: its id, or the name of its folder.
     #[arg(long, value_name = "NAME")]
@@ -55,51 +51,20 @@ pub(super) struct ServeArgs {
     #[arg(long, visible_alias = "max-loras", value_name = "N", default_value_t = 16, value_parser = positive)]
     max_adapters: usize,
 
-    /// Turn a model in 4 bits into bf16 when it is loaded: four times the memory, and adapters are merged. Without effect
-    /// on other models.
-    #[arg(long)]
-    dequantize: bool,
-
     /// Apply adapters at run time, next to the base weights, instead of merging them: requests under any of them share a
     /// batch, and there is no rounding of merged weights, but steps are slower. Always so for a model in 4 bits.
     #[arg(long)]
     no_merge_lora: bool,
 
-    /// On a GPU, where pristine copies of the weights that adapters target live: device, pinned or file.
-    #[arg(long, value_name = "PLACE", default_value = "device")]
-    lora_pristine: PristineCopy,
+    /// On a GPU, where pristine copies of the weights that adapters target live: device, pinned (page-locked host memory)
+    /// or file (read again at every refresh). The results are the same. Default: device.
+    #[arg(long, value_name = "PLACE")]
+    lora_pristine: Option<PristineCopy>,
 
     /// Which log-probability is reported as a token's: processed (of the distribution it was drawn from) or raw (at
     /// temperature 1 over the whole vocabulary).
     #[arg(long, value_name = "MODE", default_value = "processed", value_parser = logprobs_mode)]
     logprobs_mode: LogprobsMode,
-
-    /// Most sequences generated at once, in sequences. Default: 64.
-    #[arg(long, visible_alias = "max-num-seqs", value_name = "N", value_parser = positive)]
-    max_batch_size: Option<usize>,
-
-    /// Pages of the KV cache, in pages, one of them reserved. Default: enough for the largest batch of the longest
-    /// sequences, but at most half of the memory available.
-    #[arg(long, value_name = "N", value_parser = positive)]
-    n_pages: Option<usize>,
-
-    /// Size of a page, in tokens. Default: 64.
-    #[arg(long, visible_alias = "block-size", value_name = "N", value_parser = positive)]
-    page_size: Option<usize>,
-
-    /// Longest sequence, prompt and completion together, in tokens. Default: what the model's positions allow.
-    #[arg(long, visible_alias = "max-model-len", value_name = "N", value_parser = positive)]
-    max_seq_length: Option<usize>,
-
-    /// Keep the pages of computed prefixes, such as a system prompt, for later requests under the same policy. The results
-    /// are the same.
-    #[arg(long, visible_alias = "enable-prefix-caching")]
-    prefix_cache: bool,
-
-    /// The same bits for a request whatever else is in the batch, however its prompt is cut into chunks, and whether it is
-    /// preempted; slower on a GPU. On a CPU that always holds.
-    #[arg(long)]
-    batch_invariant: bool,
 
     /// Most completions accepted and not finished, waiting and running together; further requests are answered with 429.
     #[arg(long, value_name = "N", default_value_t = 8192, value_parser = positive)]
@@ -122,17 +87,6 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 60)]
     drain_timeout: u64,
 
-    /// Where to run: auto (a GPU if there is a usable one, else the CPU), cpu, or cuda:N.
-    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
-    device: DeviceChoice,
-
-    /// On a GPU, launch decode steps kernel by kernel instead of replaying CUDA graphs. The results are the same.
-    #[arg(long, visible_alias = "enforce-eager")]
-    no_capture_cudagraph: bool,
-
-    #[command(flatten)]
-    kernels: KernelArgs,
-
     /// Seed from which requests without one get theirs, in the order of their arrival. Default: drawn anew at every start,
     /// so that replicas differ.
     #[arg(long, value_name = "N")]
@@ -150,6 +104,8 @@ impl ServeArgs {
 }
 
 pub(super) fn run(args: &ServeArgs) -> Result<(), CliError> {
+    args.engine
+        .refuse_what_has_no_effect(args.lora_pristine.is_some())?;
     let settings = settings(args)?;
     let cannot_listen =
         |error| CliError::Failed(format!("cannot listen on {}:{}: {error}", args.host, args.port));
@@ -158,6 +114,9 @@ pub(super) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let server = open(args, settings.clone())?;
     if let (Some(notice), false) = (server.notice(), args.quiet) {
         report(notice);
+        for flag in args.engine.gpu_flags(args.lora_pristine.is_some()) {
+            report(&format!("{flag} has no effect on the CPU"));
+        }
     }
     // HTTP is little work, and the cores are the engine's.
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -207,7 +166,7 @@ fn bind(address: SocketAddr) -> std::io::Result<TcpSocket> {
 }
 
 fn settings(args: &ServeArgs) -> Result<ServeSettings, CliError> {
-    let model_name = match (&args.served_model_name, &args.model) {
+    let model_name = match (&args.served_model_name, &args.engine.model) {
         (Some(name), _) => name.clone(),
         (None, None) => "tiny-qwen3-math".into(),
         (None, Some(dir)) if model_folder::hub_id(dir).is_some() => dir.display().to_string(),
@@ -254,26 +213,11 @@ fn settings(args: &ServeArgs) -> Result<ServeSettings, CliError> {
 }
 
 fn open(args: &ServeArgs, settings: ServeSettings) -> Result<Server, CliError> {
-    let mut builder = Engine::builder()
-        .device(args.device)
-        .pool(PoolSettings {
-            max_batch_size: args.max_batch_size,
-            max_seq_length: args.max_seq_length,
-            n_pages: args.n_pages,
-            page_size: args.page_size,
-            max_prefill_tokens: None,
-        })
-        .capture_graphs(!args.no_capture_cudagraph)
-        .pristine_copy(args.lora_pristine)
-        .kernel_options(args.kernels.options())
-        .tuned_profile(args.kernels.tuned())
-        .prefix_cache(args.prefix_cache)
-        .batch_invariant(args.batch_invariant)
-        .dequantize(args.dequantize)
+    let mut builder = args
+        .engine
+        .builder()
+        .pristine_copy(args.lora_pristine.unwrap_or_default())
         .seed(args.seed.unwrap_or_else(random_seed));
-    if let Some(dir) = &args.model {
-        builder = builder.model(dir);
-    }
     if args.no_merge_lora {
         builder = builder.merge_mode(MergeMode::Unmerged);
     }

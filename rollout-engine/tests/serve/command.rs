@@ -206,6 +206,16 @@ fn what_cannot_be_served_is_one_line_and_an_exit_code() {
         (&["--model", "/none/such", "--device", "cpu"], 1, "/none/such"),
         (&["--adapter", "x=/none/such", "--device", "cpu"], 1, "/none/such"),
         (&["--pause-timeout", "0"], 2, "--pause-timeout"),
+        (
+            &["--device", "cpu", "--no-capture-cudagraph"],
+            2,
+            "no effect on the CPU",
+        ),
+        (
+            &["--device", "cpu", "--lora-pristine", "pinned"],
+            2,
+            "no effect on the CPU",
+        ),
         (&["--pause-timeout", "soon"], 2, "seconds above 0"),
     ] {
         let output = command(args).output().expect("runs");
