@@ -255,10 +255,12 @@ fn run_on_cpu<R: Runner>(of: &Run<'_>, mut runner: R) -> Result<(), CliError> {
 fn report_growth(of: &Run<'_>, points: &[growth::Point], floor: &Floor) -> Result<(), CliError> {
     write_stdout(&format!("{}\n\n{}", of.heading(), growth::table(points)))?;
     let report = of.describe(growth::report(points, floor.rate.map(|rate| rate / 1e12)));
-    if let Some(path) = &of.args.plot {
-        super::plot::write_growth(&report, path)?;
+    // What was measured comes first, whatever there is to draw.
+    report::write_json(of.args, &report)?;
+    match &of.args.plot {
+        Some(path) => super::plot::write_growth(&report, path),
+        None => Ok(()),
     }
-    report::write_json(of.args, &report)
 }
 
 fn serve_arrivals<R: Runner>(of: &Run<'_>, rate: f64, scheduler: &mut Scheduler<R>) -> Result<(), CliError> {

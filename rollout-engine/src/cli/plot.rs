@@ -279,6 +279,20 @@ fn draw(measured: &[Measurement], other: Vec<Series>, axis: Axis) -> Result<Stri
 
 type DrawError = Box<dyn std::error::Error>;
 
+/// The places on the horizontal axis, in order, and the greatest height; `None` if there is nothing to draw.
+fn extent(series: &[Series]) -> Option<(Vec<f64>, f64)> {
+    let points = series.iter().flat_map(|series| &series.points);
+    let usable = points.filter(|(x, y)| x.is_finite() && *x > 0.0 && y.is_finite() && *y >= 0.0);
+    let (mut xs, mut top) = (Vec::new(), 0f64);
+    for (x, y) in usable {
+        xs.push(*x);
+        top = top.max(*y);
+    }
+    xs.sort_by(f64::total_cmp);
+    xs.dedup();
+    (!xs.is_empty()).then_some((xs, top))
+}
+
 fn render(
     svg: &mut String,
     title: &str,
@@ -289,18 +303,10 @@ fn render(
     area.fill(&WHITE)?;
     let area = area.titled(title, ("sans-serif", 20))?;
     for (panel, (label, series)) in area.split_evenly((panels.len(), 1)).iter().zip(panels) {
-        let points = series.iter().flat_map(|series| &series.points);
-        let usable = points.filter(|(x, y)| x.is_finite() && *x > 0.0 && y.is_finite() && *y >= 0.0);
-        let (mut xs, mut top) = (Vec::new(), 0f64);
-        for (x, y) in usable {
-            xs.push(*x);
-            top = top.max(*y);
-        }
-        xs.sort_by(f64::total_cmp);
-        xs.dedup();
-        let (Some(&first), Some(&last)) = (xs.first(), xs.last()) else {
+        let Some((xs, top)) = extent(series) else {
             return Err("there is no positive, finite number in it".into());
         };
+        let (first, last) = (xs[0], xs[xs.len() - 1]);
         let mut chart = ChartBuilder::on(panel)
             .margin(10)
             .x_label_area_size(45)

@@ -46,8 +46,8 @@ pub(in crate::cli) struct Point {
     pub(in crate::cli) context_gb: f64,
     /// All weights and the context read once, at the measured rate.
     pub(in crate::cli) floor_ms: Option<f64>,
-    /// Bytes of context over `context_ms`.
-    pub(in crate::cli) read_tb_s: f64,
+    /// Bytes of context over `context_ms`; `None` where noise is greater than that.
+    pub(in crate::cli) read_tb_s: Option<f64>,
     /// The same of the measured rate.
     pub(in crate::cli) percent_of_read_rate: Option<f64>,
     /// Bytes of context over `attention_ms`, of the measured rate.
@@ -69,7 +69,7 @@ impl Point {
         let context_ms = step_ms - base_ms;
         let rate = |bytes: f64, ms: f64| bytes / (ms / 1e3);
         let percent = |rate: f64| floor.rate.map(|of| 100.0 * rate / of);
-        let read = rate(bytes - base_bytes, context_ms);
+        let read = (context_ms > 0.0).then(|| rate(bytes - base_bytes, context_ms));
         Self {
             n_prompts,
             context_tokens,
@@ -78,8 +78,8 @@ impl Point {
             attention_ms,
             context_gb: bytes / 1e9,
             floor_ms: floor.ms(n_prompts * context_tokens),
-            read_tb_s: read / 1e12,
-            percent_of_read_rate: percent(read),
+            read_tb_s: read.map(|read| read / 1e12),
+            percent_of_read_rate: read.and_then(percent),
             attention_percent_of_read_rate: attention_ms.and_then(|ms| percent(rate(bytes, ms))),
             distinct_contexts,
         }
@@ -207,13 +207,13 @@ pub(super) fn table(points: &[Point]) -> String {
     for point in points {
         let _ = writeln!(
             out,
-            "{:>7}  {:>7}  {:>7.3}  {:>8}  {:>10.3}  {:>4.2}  {:>14}  {:>18}  {:>2}  {:>12}",
+            "{:>7}  {:>7}  {:>7.3}  {:>8}  {:>10.3}  {:>4}  {:>14}  {:>18}  {:>2}  {:>12}",
             point.n_prompts,
             point.context_tokens,
             point.step_ms,
             or_dash(point.floor_ms, 3),
             point.context_ms,
-            point.read_tb_s,
+            or_dash(point.read_tb_s, 2),
             or_dash(point.percent_of_read_rate, 0),
             or_dash(point.attention_ms, 3),
             or_dash(point.attention_percent_of_read_rate, 0),

@@ -12,17 +12,18 @@ use crate::cli::CliError;
 
 pub(super) fn write_reports(of: &Run<'_>, mut reports: Vec<Value>) -> Result<(), CliError> {
     let args = of.args;
-    if let Some(path) = &args.plot {
-        crate::cli::plot::write_reports(&reports, args.plot_other.as_deref(), path)?;
-    }
-    let of_compare = reports.clone();
+    let all = reports.clone();
     let value = match args.batches.is_empty() && reports.len() == 1 {
         true => reports.remove(0),
         false => Value::Array(reports),
     };
+    // What was measured comes first, whatever there is to draw.
     write_json(args, &value)?;
+    if let Some(path) = &args.plot {
+        crate::cli::plot::write_reports(&all, args.plot_other.as_deref(), path)?;
+    }
     match of.baseline {
-        Some(baseline) => baseline.check(&of_compare, args.compare_tokens),
+        Some(baseline) => baseline.check(&all, args.compare_tokens),
         None => Ok(()),
     }
 }
