@@ -215,5 +215,35 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// Whether the device's context is broken by what a kernel did or by the hardware: every later call of this process
+    /// on the device fails likewise, and only a new process can use it again. The source of the list is what `cuda.h` says
+    /// of each `CUresult`.
+    ///
+    /// ```
+    /// use cuda_graphs::Error;
+    ///
+    /// let of = |code: u32, name: &str| Error::Driver {
+    ///     call: "cuStreamSynchronize",
+    ///     code,
+    ///     name: name.into(),
+    ///     detail: String::new(),
+    /// };
+    /// assert!(of(700, "CUDA_ERROR_ILLEGAL_ADDRESS").breaks_context());
+    /// assert!(!of(2, "CUDA_ERROR_OUT_OF_MEMORY").breaks_context());
+    /// ```
+    pub fn breaks_context(&self) -> bool {
+        // Uncorrectable errors of memory and of a link, contained ones; the kernels' faults; a context that is gone, a
+        // leak of tensor memory, a client that the multi-process service has ended.
+        let Self::Driver { code, .. } = self else {
+            return false;
+        };
+        matches!(
+            code,
+            214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810
+        )
+    }
+}
+
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -252,5 +252,20 @@ pub enum Error {
     BlockMask(#[from] block_mask::Error),
 }
 
+impl Error {
+    /// Whether the device's context is broken, so that nothing on it works in this process any more:
+    /// [`cuda_graphs::Error::breaks_context`].
+    pub fn breaks_context(&self) -> bool {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(error)
+            | Self::CudaCache(paged_kv::cuda::CudaError::Cuda(error))
+            | Self::CudaAttention(block_mask::cuda::CudaError::Cuda(error))
+            | Self::Adapter(lora_merge::Error::Cuda(error)) => error.breaks_context(),
+            _ => false,
+        }
+    }
+}
+
 /// A result with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -143,6 +143,13 @@ pub enum Error {
     #[error("the engine has ended by a fault, which its own message describes: please report it")]
     EngineEnded,
 
+    /// What a server's engine computes on has broken: [`Error::device_is_lost`].
+    #[error("the device is lost, and only a new process can use it again: {reason}")]
+    DeviceLost {
+        /// The error that it gave first.
+        reason: String,
+    },
+
     /// Text was asked for, but the engine was built without a tokenizer.
     #[error(
         "this engine has no tokenizer: give prompts as token ids, or build it from a folder with a tokenizer.json"
@@ -242,6 +249,17 @@ fn served(names: &[String]) -> String {
 }
 
 impl Error {
+    /// Whether the device's context is broken by a fault of a kernel or of the hardware: nothing on the device works in this
+    /// process any more, and only a new one can use it again.
+    pub fn device_is_lost(&self) -> bool {
+        match self {
+            Self::Model(error) => error.breaks_context(),
+            #[cfg(feature = "cuda")]
+            Self::Adapter(lora_merge::Error::Cuda(error)) => error.breaks_context(),
+            _ => false,
+        }
+    }
+
     pub(crate) fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
         Self::Io {
             path: path.into(),

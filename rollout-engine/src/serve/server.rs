@@ -28,7 +28,7 @@ use crate::pool::PoolSettings;
 #[derive(Debug)]
 pub struct Server {
     app: Arc<App>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<Result<(), Error>>>,
     notice: Option<String>,
 }
 
@@ -146,7 +146,7 @@ impl Server {
             .name("engine".into())
             .spawn(move || {
                 let _ending = ending;
-                worker.run();
+                worker.run()
             })
             .map_err(|error| Error::io("engine thread", error))?;
         let handle = EngineHandle::new(commands, shared.clone(), settings.limits.max_unfinished);
@@ -184,8 +184,8 @@ impl Server {
     /// [`Limits::drain_timeout`](super::Limits::drain_timeout) to finish, and the engine ends.
     ///
     /// # Errors
-    /// [`Error::EngineEnded`] if the engine's thread has panicked. The server ends then, too, so that whatever supervises
-    /// it can start it anew.
+    /// [`Error::EngineEnded`] if the engine's thread has panicked, [`Error::DeviceLost`] if nothing on the device works any
+    /// more. The server ends then, too, so that whatever supervises it can start it anew.
     pub async fn run(
         mut self,
         listener: TcpListener,
@@ -199,7 +199,7 @@ impl Server {
         };
         // It ends after the step under way.
         match tokio::task::spawn_blocking(move || thread.join()).await {
-            Ok(Ok(())) => Ok(()),
+            Ok(Ok(ended)) => ended,
             _ => Err(Error::EngineEnded),
         }
     }

@@ -95,6 +95,8 @@ pub(super) struct Worker {
     /// The server is about to end.
     draining: bool,
     stopped: bool,
+    /// What the device said first after which nothing on it works any more.
+    lost: Option<String>,
     shared: Arc<Shared>,
 }
 
@@ -124,6 +126,7 @@ impl Worker {
             told_when_idle: Vec::new(),
             draining: false,
             stopped: false,
+            lost: None,
             shared,
         };
         // Healthy from the first request on.
@@ -131,8 +134,11 @@ impl Worker {
         worker
     }
 
-    /// Runs until [`Command::Stop`] or until nobody can send commands any more.
-    pub(super) fn run(mut self) {
+    /// Runs until [`Command::Stop`], until nobody can send commands any more or until the device is lost.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`]: whoever supervises the process is to start another.
+    pub(super) fn run(mut self) -> Result<(), Error> {
         self.publish();
         while !self.stopped {
             if !self.has_work() {
@@ -161,8 +167,21 @@ impl Worker {
             }
             self.publish();
         }
-        self.fail_all(&ApiError::unavailable("the server is shutting down"));
+        let lost = self.lost.take();
+        self.fail_all(&match &lost {
+            None => ApiError::unavailable("the server is shutting down"),
+            Some(reason) => ApiError::internal(format!("the device is lost: {reason}")),
+        });
         self.publish();
+        lost.map_or(Ok(()), |reason| Err(Error::DeviceLost { reason }))
+    }
+
+    /// Ends the engine's thread if nothing can come after this error.
+    fn look_at(&mut self, error: &Error) {
+        if error.device_is_lost() {
+            self.lost.get_or_insert_with(|| error.to_string());
+            self.stopped = true;
+        }
     }
 
     /// Handles what has come. Whether anything has.
@@ -430,8 +449,11 @@ impl Worker {
         let engine = self.engine.as_mut().ok_or("the engine is gone")?;
         let sources = policy.adapter.iter();
         let sources = sources.map(|adapter| (AdapterSource::from(adapter.clone()), 1.0));
-        engine.load_adapters(sources).map_err(|error| error.to_string())?;
-        Ok(())
+        let applied = engine.load_adapters(sources).map(|_| ());
+        applied.map_err(|error| {
+            self.look_at(&error);
+            error.to_string()
+        })
     }
 
     fn step(&mut self) {
@@ -452,6 +474,7 @@ impl Worker {
             Err(error) => {
                 // The engine has given up all requests that it had.
                 tracing::error!(%error, "a step failed");
+                self.look_at(&error);
                 let error = ApiError::internal(error.to_string());
                 let mut jobs: Vec<_> = self.live.values().map(|live| live.job).collect();
                 jobs.sort_unstable();

@@ -220,6 +220,39 @@ fn a_server_whose_engine_is_gone_ends_with_an_error() {
     assert!(matches!(error, Error::EngineEnded), "{error}");
 }
 
+/// What a step returns after a fault of the driver.
+#[cfg(feature = "cuda")]
+fn of_driver(code: u32) -> Error {
+    let error = cuda_graphs::Error::Driver {
+        call: "cuGraphLaunch",
+        code,
+        name: format!("error {code}"),
+        detail: String::new(),
+    };
+    qwen3_model::Error::Cuda(error).into()
+}
+
+#[test]
+#[cfg(feature = "cuda")]
+fn a_server_whose_device_is_lost_ends_with_an_error() {
+    let mut server = fake(|_| {});
+    // After too little memory for one step the next may work.
+    server.gate.fail(|| of_driver(2));
+    server.complete("base", &[1, 2, 3], 5).error(500);
+    server.complete("base", &[1, 2, 3], 5).error(500);
+    server.gate.fail(|| of_driver(700));
+    let error = server.complete("base", &[1, 2, 3], 5).error(500);
+    assert!(
+        error["message"].as_str().is_some_and(|m| m.contains("error 700")),
+        "{error}"
+    );
+    let error = server.ended().expect_err("a lost device");
+    assert!(
+        matches!(&error, Error::DeviceLost { reason } if reason.contains("cuGraphLaunch")),
+        "{error}"
+    );
+}
+
 #[test]
 fn logits_that_are_not_finite_fail_one_request_alone() {
     let bad = FakeRunner::expected(&[9, 9], 8, &[], VOCAB);

@@ -32,6 +32,8 @@ struct GateState {
     steps: usize,
     /// The next step panics.
     breaks: bool,
+    /// What the next step and all after it return.
+    error: Option<fn() -> Error>,
 }
 
 impl Gate {
@@ -47,6 +49,11 @@ impl Gate {
     /// Lets the next step panic.
     pub(crate) fn break_next(&self) {
         self.0.0.lock().expect("no panic").breaks = true;
+    }
+
+    /// Lets steps fail from now on.
+    pub(crate) fn fail(&self, error: fn() -> Error) {
+        self.0.0.lock().expect("no panic").error = Some(error);
     }
 
     pub(crate) fn open(&self) {
@@ -77,7 +84,7 @@ impl Gate {
         wait_until("steps", || self.steps() >= steps);
     }
 
-    fn pass(&self) {
+    fn pass(&self) -> Result<(), Error> {
         let mut state = self.0.0.lock().expect("no panic");
         state.steps += 1;
         self.0.1.notify_all();
@@ -87,10 +94,11 @@ impl Gate {
         if state.closed {
             state.passes -= 1;
         }
-        let (delay, breaks) = (state.delay, state.breaks);
+        let (delay, breaks, error) = (state.delay, state.breaks, state.error);
         drop(state);
         assert!(!breaks, "a step that is to panic");
         std::thread::sleep(delay);
+        error.map_or(Ok(()), |error| Err(error()))
     }
 }
 
@@ -111,7 +119,7 @@ impl Runner for Gated {
         self.inner.memory()
     }
     fn submit(&mut self, step: &Step, pages: &mut PageTable) -> Result<(), Error> {
-        self.gate.pass();
+        self.gate.pass()?;
         self.inner.submit(step, pages)
     }
     fn collect(&mut self) -> Result<Vec<SampledToken>, Error> {
