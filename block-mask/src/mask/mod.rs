@@ -5,6 +5,7 @@ mod classify;
 mod logical;
 mod packed;
 mod physical;
+mod picture;
 mod shape;
 
 use std::fmt;

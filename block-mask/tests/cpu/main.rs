@@ -4,4 +4,5 @@ mod attention;
 mod common;
 mod extremes;
 mod masks;
+mod pictures;
 mod situations;

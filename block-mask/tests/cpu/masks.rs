@@ -8,7 +8,7 @@ use block_mask::{
 use paged_kv::{PageTable, PageTableConfig, Slot};
 use proptest::prelude::*;
 
-fn mask_mod(kind: usize) -> MaskMod {
+pub(crate) fn mask_mod(kind: usize) -> MaskMod {
     match kind {
         0 => MaskMod::all(),
         1 => MaskMod::causal(),
@@ -21,7 +21,7 @@ fn mask_mod(kind: usize) -> MaskMod {
     }
 }
 
-fn shapes() -> impl Strategy<Value = MaskShape> {
+pub(crate) fn shapes() -> impl Strategy<Value = MaskShape> {
     (
         1usize..3,
         1usize..3,
