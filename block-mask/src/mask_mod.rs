@@ -58,8 +58,8 @@ impl MaskMod {
     }
 
     /// Causal with a start per batch row: `q + offset[b] >= kv`, for queries counted from the start of a step while keys
-    /// are counted from the start of the sequence. No offset is so large that the sum wraps. (Masks made by [`BlockMask::packed`] pass positions already and need
-    /// only [`MaskMod::causal`].)
+    /// are counted from the start of the sequence. No offset is so large that the sum wraps. (Masks made by
+    /// [`BlockMask::packed`] pass positions already and need only [`MaskMod::causal`].)
     ///
     /// [`BlockMask::packed`]: crate::BlockMask::packed
     pub fn causal_with_offset(offset: impl Into<Vec<i32>>) -> MaskMod {

@@ -176,12 +176,13 @@ impl Worker {
         lost.map_or(Ok(()), |reason| Err(Error::DeviceLost { reason }))
     }
 
-    /// Ends the engine's thread if nothing can come after this error.
-    fn look_at(&mut self, error: &Error) {
+    /// What an error of the engine says. Ends the engine's thread if nothing can come after it.
+    fn told(&mut self, error: &Error) -> String {
         if error.device_is_lost() {
             self.lost.get_or_insert_with(|| error.to_string());
             self.stopped = true;
         }
+        error.to_string()
     }
 
     /// Handles what has come. Whether anything has.
@@ -251,11 +252,8 @@ impl Worker {
             }
             Command::Unloaded => self.tidy(),
             Command::ResetPrefixCache(done) => {
-                let cleared = match &mut self.engine {
-                    Some(engine) => engine.clear_prefix_cache().map_err(|error| error.to_string()),
-                    None => Ok(()),
-                };
-                let _ = done.send(cleared);
+                let cleared = self.engine.as_mut().map_or(Ok(()), Engine::clear_prefix_cache);
+                let _ = done.send(cleared.map_err(|error| self.told(&error)));
             }
             Command::Drain => {
                 self.draining = true;
@@ -394,7 +392,7 @@ impl Worker {
             return Ok(());
         };
         let added = side_by_side.add(engine, policy, |policy| in_use(&self.jobs, policy));
-        added.map_err(|error| error.to_string())
+        added.map_err(|error| self.told(&error))
     }
 
     /// Gives up adapters beside the weights that nobody needs.
@@ -433,7 +431,8 @@ impl Worker {
 
     /// An engine over these weights, and no others that have taken their place.
     fn open(&mut self, base: &Base) -> Result<Engine, String> {
-        let mut engine = (self.reopen)(base.dir.as_deref()).map_err(|error| error.to_string())?;
+        let opened = (self.reopen)(base.dir.as_deref());
+        let mut engine = opened.map_err(|error| self.told(&error))?;
         // Only now: what was opened stays as it is.
         base.still_there()?;
         engine.favor_latency();
@@ -450,10 +449,7 @@ impl Worker {
         let sources = policy.adapter.iter();
         let sources = sources.map(|adapter| (AdapterSource::from(adapter.clone()), 1.0));
         let applied = engine.load_adapters(sources).map(|_| ());
-        applied.map_err(|error| {
-            self.look_at(&error);
-            error.to_string()
-        })
+        applied.map_err(|error| self.told(&error))
     }
 
     fn step(&mut self) {
@@ -474,8 +470,7 @@ impl Worker {
             Err(error) => {
                 // The engine has given up all requests that it had.
                 tracing::error!(%error, "a step failed");
-                self.look_at(&error);
-                let error = ApiError::internal(error.to_string());
+                let error = ApiError::internal(self.told(&error));
                 let mut jobs: Vec<_> = self.live.values().map(|live| live.job).collect();
                 jobs.sort_unstable();
                 jobs.dedup();
