@@ -147,7 +147,7 @@ run_program() { # NAME COMMAND...
 }
 
 # Tests that measure time, or read what another program gives them: a sanitizer finds nothing new in them.
-measuring='refresh_time|shape_of_qwen3_4b|sampling_costs|bandwidth|prefill_rate|score_the_sequences|two_to_the_31|between_decode_steps|decode_rows_cost|32k_tokens|throughput'
+measuring='breaks_no_capture|refresh_time|shape_of_qwen3_4b|sampling_costs|bandwidth|prefill_rate|score_the_sequences|two_to_the_31|between_decode_steps|decode_rows_cost|32k_tokens|throughput'
 
 # cuBLASLt's kernels hand shared memory over by barriers of a whole cluster, which racecheck takes for races, and reports until the
 # machine's memory ends. Under it the plain kernel computes products, and tests of that library alone are left out.

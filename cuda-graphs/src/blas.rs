@@ -5,6 +5,7 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::library::{CUBLAS_LT, OpenLibrary};
 
@@ -124,7 +125,6 @@ pub(crate) struct BlasLt {
     pub(crate) version: usize,
     status_string: unsafe extern "C" fn(Status) -> *const c_char,
     create: unsafe extern "C" fn(*mut Raw) -> Status,
-    destroy: DestroyFunction,
     desc_create: unsafe extern "C" fn(*mut Raw, c_int, c_int) -> Status,
     desc_set: SetFunction,
     desc_destroy: DestroyFunction,
@@ -171,7 +171,6 @@ impl BlasLt {
                 version: version(),
                 status_string: library.function("cublasLtGetStatusString")?,
                 create: library.function("cublasLtCreate")?,
-                destroy: library.function("cublasLtDestroy")?,
                 desc_create: library.function("cublasLtMatmulDescCreate")?,
                 desc_set: library.function("cublasLtMatmulDescSetAttribute")?,
                 desc_destroy: library.function("cublasLtMatmulDescDestroy")?,
@@ -190,16 +189,20 @@ impl BlasLt {
         }
     }
 
-    /// A handle for the current context.
-    pub(crate) fn handle(&'static self) -> Result<Handle> {
-        let raw = self.made("cublasLtCreate", |raw| {
-            // SAFETY: writes one handle; a context is current.
-            unsafe { (self.create)(raw) }
-        })?;
-        Ok(Handle(Owned {
+    /// A handle for the device's context.
+    pub(crate) fn handle(&'static self, device: &Device) -> Result<Handle> {
+        device.bind()?;
+        let raw = match device.spare_blas_handle() {
+            Some(raw) => raw as Raw,
+            None => self.made("cublasLtCreate", |raw| {
+                // SAFETY: writes one handle; a context is current.
+                unsafe { (self.create)(raw) }
+            })?,
+        };
+        Ok(Handle {
             raw,
-            destroy: self.destroy,
-        }))
+            device: device.clone(),
+        })
     }
 
     /// Turns a status into a [`Result`].
@@ -248,15 +251,14 @@ impl BlasLt {
     }
 }
 
-/// A handle or descriptor, destroyed when dropped.
+/// A descriptor, destroyed when dropped.
 #[derive(Debug)]
 struct Owned {
     raw: Raw,
     destroy: DestroyFunction,
 }
 
-// SAFETY: descriptors are plain data of the library's and handles may be used from any thread; the owners below are
-// only used under a lock or read-only.
+// SAFETY: descriptors are plain data of the library's; the owners below are only used under a lock or read-only.
 unsafe impl Send for Owned {}
 // SAFETY: as above.
 unsafe impl Sync for Owned {}
@@ -268,9 +270,27 @@ impl Drop for Owned {
     }
 }
 
-/// A library handle.
+/// A library handle for a device's context.
+///
+/// The next owner takes it when this one is dropped; the library is never asked to destroy it, since it waits for the whole
+/// context then. That breaks the captures of other threads, and a driver (13.0) has crashed in it while another thread began
+/// one.
 #[derive(Debug)]
-pub(crate) struct Handle(Owned);
+pub(crate) struct Handle {
+    raw: Raw,
+    device: Device,
+}
+
+// SAFETY: a handle may be used from any thread, and its owner uses it under a lock or read-only.
+unsafe impl Send for Handle {}
+// SAFETY: as above.
+unsafe impl Sync for Handle {}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.device.keep_blas_handle(self.raw as usize);
+    }
+}
 
 /// The addresses of one product.
 #[derive(Debug, Clone, Copy)]
@@ -378,7 +398,7 @@ impl Product {
         // SAFETY: all descriptors are valid; at most `most` results are written.
         let status = unsafe {
             (lt.heuristic)(
-                handle.0.raw,
+                handle.raw,
                 self.desc.raw,
                 self.a.raw,
                 self.b.raw,
@@ -408,7 +428,7 @@ impl Product {
         // SAFETY: all descriptors are valid; one result is written.
         let status = unsafe {
             (lt.algorithm_check)(
-                handle.0.raw,
+                handle.raw,
                 self.desc.raw,
                 self.a.raw,
                 self.b.raw,
@@ -442,7 +462,7 @@ impl Product {
         // the rest.
         let status = unsafe {
             (lt.matmul)(
-                handle.0.raw,
+                handle.raw,
                 self.desc.raw,
                 (&raw const one).cast(),
                 at.w as *const c_void,

@@ -67,14 +67,16 @@ impl<'a> Capture<'a> {
         stream.forbid_capture("cuStreamBeginCapture")?;
         let raw = stream.bound()?;
         forget_failure();
+        stream.device().capture_begins();
         // The mode in which other threads may go on allocating.
         // SAFETY: the stream is valid and its context current.
-        unsafe {
+        let begun = unsafe {
             cu!(cuStreamBeginCapture_v2(
                 raw,
                 sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
             ))
-        }?;
+        };
+        begun.inspect_err(|_| stream.device().capture_ended())?;
         stream.set_kept(Some(Kept::new()));
         CAPTURES.set(CAPTURES.get() + 1);
         Ok(Self {
@@ -119,6 +121,7 @@ impl<'a> Capture<'a> {
             // SAFETY: the stream is valid, its context current, and this object began its capture.
             unsafe { cu!(cuStreamEndCapture(raw, &mut graph)) }
         });
+        device.capture_ended();
         let kept = self.stream.set_kept(None).unwrap_or_default();
         CAPTURES.set(CAPTURES.get().saturating_sub(1));
         if !this_thread_captures() {
@@ -136,7 +139,14 @@ impl<'a> Capture<'a> {
                 reason: "no graph came of it".to_string(),
             }),
             Err(error) => {
-                let (call, reason) = first_failure().unwrap_or(("cuStreamEndCapture", error.to_string()));
+                let (call, code, mut reason) = first_failure().map_or_else(
+                    || ("cuStreamEndCapture", None, error.to_string()),
+                    |failure| (failure.call, Some(failure.code), failure.text),
+                );
+                // No call of this thread broke it: the first one that failed found it broken.
+                if code == Some(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED) {
+                    reason += "; another thread may have waited for the whole device, or a library done what a capture forbids";
+                }
                 Err(Error::CaptureFailed {
                     call: call.to_string(),
                     reason,

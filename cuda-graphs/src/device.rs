@@ -1,7 +1,7 @@
 //! Devices, and what is known about them.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaContext, sys};
 use sys::CUdevice_attribute as Attribute;
@@ -92,6 +92,12 @@ struct Inner {
     context: Arc<CudaContext>,
     info: DeviceInfo,
     deferred: Mutex<Vec<Deferred>>,
+    /// Captures under way, on any thread.
+    captures: Mutex<usize>,
+    /// There are none any more.
+    captured: Condvar,
+    /// Handles of cuBLASLt for this context that nobody uses.
+    blas_handles: Mutex<Vec<usize>>,
 }
 
 /// Frees now. Errors are dropped: there is nobody to report them to, and the context reports them again.
@@ -219,6 +225,9 @@ impl Device {
                 context,
                 info,
                 deferred: Mutex::new(Vec::new()),
+                captures: Mutex::new(0),
+                captured: Condvar::new(),
+                blas_handles: Mutex::new(Vec::new()),
             }),
         })
     }
@@ -262,15 +271,55 @@ impl Device {
         Ok(MemoryInfo { free, total })
     }
 
-    /// Waits until everything given to the device is done.
+    /// Waits until everything given to the device is done, and before that until no other thread captures: the driver
+    /// would break its capture.
     ///
     /// # Errors
     /// [`Error::ForbiddenInCapture`] if this thread is capturing, [`Error::Driver`] also for errors of earlier work.
     pub fn synchronize(&self) -> Result<()> {
         crate::capture::forbid("cuCtxSynchronize")?;
         self.bind()?;
+        let captures = self.captures();
+        let waited = self.inner.captured.wait_while(captures, |captures| *captures > 0);
+        // Held meanwhile, so that no capture begins.
+        let _none = waited.unwrap_or_else(PoisonError::into_inner);
         // SAFETY: a context is current.
         unsafe { cu!(cuCtxSynchronize()) }
+    }
+
+    fn captures(&self) -> MutexGuard<'_, usize> {
+        self.inner.captures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A capture begins on this thread.
+    pub(crate) fn capture_begins(&self) {
+        *self.captures() += 1;
+    }
+
+    /// A capture has ended.
+    pub(crate) fn capture_ended(&self) {
+        let mut captures = self.captures();
+        *captures = captures.saturating_sub(1);
+        if *captures == 0 {
+            self.inner.captured.notify_all();
+        }
+    }
+
+    fn blas_handles(&self) -> MutexGuard<'_, Vec<usize>> {
+        self.inner
+            .blas_handles
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A handle of cuBLASLt for this context that was kept.
+    pub(crate) fn spare_blas_handle(&self) -> Option<usize> {
+        self.blas_handles().pop()
+    }
+
+    /// Keeps a handle for the next who asks for one.
+    pub(crate) fn keep_blas_handle(&self, handle: usize) {
+        self.blas_handles().push(handle);
     }
 
     /// Makes the device's context current on this thread.

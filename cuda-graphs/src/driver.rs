@@ -93,7 +93,16 @@ pub(crate) fn version_text(version: u32) -> String {
 
 thread_local! {
     /// The first driver call that failed on this thread since the last [`forget_failure`].
-    static FIRST_FAILURE: RefCell<Option<(&'static str, String)>> = const { RefCell::new(None) };
+    static FIRST_FAILURE: RefCell<Option<Failure>> = const { RefCell::new(None) };
+}
+
+/// A driver call that failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Failure {
+    pub(crate) call: &'static str,
+    pub(crate) code: sys::CUresult,
+    /// What the driver says of it.
+    pub(crate) text: String,
 }
 
 /// Starts a new watch for the first failing call on this thread.
@@ -101,8 +110,8 @@ pub(crate) fn forget_failure() {
     FIRST_FAILURE.with_borrow_mut(|failure| *failure = None);
 }
 
-/// The first driver call that failed on this thread since [`forget_failure`], and what it said.
-pub(crate) fn first_failure() -> Option<(&'static str, String)> {
+/// The first driver call that failed on this thread since [`forget_failure`].
+pub(crate) fn first_failure() -> Option<Failure> {
     FIRST_FAILURE.with_borrow(Clone::clone)
 }
 
@@ -129,15 +138,14 @@ pub(crate) fn failure(call: &'static str, code: sys::CUresult) -> Error {
     };
     let name = format!("{code:?}");
     FIRST_FAILURE.with_borrow_mut(|first| {
-        first.get_or_insert_with(|| {
-            (
-                call,
-                if detail.is_empty() {
-                    name.clone()
-                } else {
-                    detail.clone()
-                },
-            )
+        first.get_or_insert_with(|| Failure {
+            call,
+            code,
+            text: if detail.is_empty() {
+                name.clone()
+            } else {
+                detail.clone()
+            },
         });
     });
     Error::Driver {

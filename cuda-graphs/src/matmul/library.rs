@@ -58,7 +58,6 @@ struct State {
 pub(super) struct CublasLt {
     lt: &'static BlasLt,
     handle: Handle,
-    /// Whose context the handle was made in.
     stream: Stream,
     workspace: DeviceBuffer<u8>,
     /// Nothing but a share of the workspace's memory, for graphs to keep.
@@ -72,19 +71,11 @@ pub(super) struct CublasLt {
     state: Mutex<State>,
 }
 
-impl Drop for CublasLt {
-    fn drop(&mut self) {
-        // The handle is destroyed next, in the context it was made in.
-        let _ = self.stream.bound();
-    }
-}
-
 impl CublasLt {
     pub(super) fn new(stream: &Stream, options: &MatmulOptions) -> Result<Self> {
         crate::capture::forbid("cublasLtCreate")?;
         let lt = BlasLt::of_process()?;
-        stream.bound()?;
-        let handle = lt.handle()?;
+        let handle = lt.handle(stream.device())?;
         let workspace = DeviceBuffer::zeroed(stream.device(), options.workspace_bytes)?;
         let file = ChoiceFile::new(&options.cache, stream.device().info(), lt.version);
         Ok(Self {

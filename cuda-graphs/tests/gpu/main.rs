@@ -4,6 +4,7 @@
 
 mod buffers;
 mod capture;
+mod interference;
 mod kernels;
 mod matmul;
 mod plain_product;
