@@ -159,8 +159,8 @@ of_library='^matmul::'
 # decode_layers is left out there, too: racecheck takes a copy of plain bytes (cp.async.bulk), which brings keys and values, for a
 # store of the thread that asks for it, and reports it against every read of the ring that it goes to, whether its bytes are
 # expected before or after it. Copies by a tensor map into the same places, ordered by the same barriers, it does not look at.
-long_kernels='decode_layers wide_ nf4_layer'
-their_tests='gpu_(wide_product|four_bit_layer)-'
+long_kernels='decode_layers wide_ nf4_layer qkv_product'
+their_tests='gpu_(wide_product|qkv_product|four_bit_layer)-'
 
 # One test under one tool, in a process of its own: TOOL BINARY TEST. Prints a line, and what the tool found.
 sanitize() {

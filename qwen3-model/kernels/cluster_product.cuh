@@ -1,4 +1,4 @@
-// A matrix product of a decode step of 97 to 256 rows whose inner dimension is shared by the blocks of a cluster, with what lies
+// A matrix product of a decode step of 33 to 256 rows whose inner dimension is shared by the blocks of a cluster, with what lies
 // between it and its neighbours: residual f32 [rows, N] += product, normed = bf16(residual · norm weight), sums of squares.
 //
 // As in gate_up.cuh the batch is the 64-row operand of the tensor cores and weights are the other one. A cluster has one tile of
@@ -13,7 +13,7 @@
 // Sums go from registers straight into the shared memory of the block that adds up a share, in the order of the blocks: a
 // thread there has the same elements of the tile as the thread that sends. No fence, no counter, no memory of the device.
 #pragma once
-#include "wide_common.cuh"
+#include "cluster_rings.cuh"
 
 struct ClusterParams {
     alignas(64) char w_map[128]; // [N, K], boxes {64, TILE / HALVES}
@@ -31,73 +31,21 @@ struct ClusterParams {
 // COLUMNS: batch rows of a block; HALVES: blocks that share the weights of a tile.
 template <int COLUMNS, int TILE, int SPLITS, int HALVES, int W_SLOTS, int X_SLOTS>
 struct ClusterMemory {
-    static constexpr int GROUPS = (COLUMNS + 63) / 64;
-    static constexpr int CONSUMERS = GROUPS * 128;
-    static constexpr int THREADS = CONSUMERS + 64; // a warp that copies weights, one that copies activations
     static constexpr int TILES = TILE / 8;
     static constexpr int SHARE = (TILES + SPLITS - 1) / SPLITS; // tiles of 8 columns that a block adds up
-    static constexpr int W_SLOT = TILE * 128;
-    static constexpr int X_SLOT = COLUMNS * 128;
-    static constexpr int X = W_SLOTS * W_SLOT;
-    // The last group may read past the last slot: what it multiplies there belongs to no row.
-    static constexpr int RINGS = X + X_SLOTS * X_SLOT + (GROUPS * 64 - COLUMNS) * 128;
+    static constexpr int CONSUMERS = (COLUMNS + 63) / 64 * 128;
+    static constexpr int THREADS = CONSUMERS + 64; // a warp that copies weights, one that copies activations
     // Sums of the other blocks take the rings' place.
-    static constexpr int SUMS = (SPLITS - 1) * SHARE * CONSUMERS * 16;
-    static constexpr int W_FULL = RINGS > SUMS ? RINGS : SUMS;
-    static constexpr int W_EMPTY = W_FULL + W_SLOTS * 8;
-    static constexpr int X_FULL = W_EMPTY + W_SLOTS * 8;
-    static constexpr int X_EMPTY = X_FULL + X_SLOTS * 8;
-    static constexpr int SUMMED = X_EMPTY + X_SLOTS * 8;
+    using Rings = ClusterRings<COLUMNS, TILE, W_SLOTS, X_SLOTS, (SPLITS - 1) * SHARE * CONSUMERS * 16>;
+    static constexpr int SUMMED = Rings::END;
     static constexpr int BYTES = SUMMED + 8;
 };
-
-__device__ __forceinline__ u32 block_in_cluster() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// The same place in the shared memory of another block of the cluster.
-__device__ __forceinline__ u32 at_block(u32 address, u32 rank) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-__device__ __forceinline__ void barrier_arrive_at(u32 there) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
-}
-// Stores to another block, which counts the bytes.
-__device__ __forceinline__ void send(u32 there, const float (&v)[4], u32 barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                 ::"r"(there), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait_cluster(u32 at, u32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(at), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void copy_rows(u32 to, const void* map, u32 k, u32 row, u32 barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
-        ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy) : "memory");
-}
-// To the same place in all blocks of `mask`, whose barriers count.
-__device__ __forceinline__ void copy_rows_to(u32 mask, u32 to, const void* map, u32 k, u32 row, u32 barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-        "[%0], [%1, {%2, %3}], [%4], %5, %6;"
-        ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((u16)mask), "l"(policy) : "memory");
-}
 
 template <int COLUMNS, int TILE, int SPLITS, int HALVES, int W_SLOTS, int X_SLOTS, int W_FLYING>
 __device__ __forceinline__ void cluster_product(const ClusterParams& p, unsigned char* shared) {
     using Memory = ClusterMemory<COLUMNS, TILE, SPLITS, HALVES, W_SLOTS, X_SLOTS>;
-    constexpr u32 CONSUMER_WARPS = Memory::GROUPS * 4;
+    using Rings = typename Memory::Rings;
+    constexpr u32 CONSUMER_WARPS = Rings::CONSUMER_WARPS;
     constexpr int TILES = Memory::TILES, SHARE = Memory::SHARE;
     static_assert(TILE % (8 * HALVES) == 0, "boxes are of whole groups of 8 rows");
     const u32 base = shared_address(shared);
@@ -109,14 +57,7 @@ __device__ __forceinline__ void cluster_product(const ClusterParams& p, unsigned
     if (threadIdx.x == 0) {
         fetch_map(p.w_map);
         fetch_map(p.x_map);
-        for (u32 i = 0; i < W_SLOTS; ++i) {
-            barrier_init(base + Memory::W_FULL + i * 8, 1);
-            barrier_init(base + Memory::W_EMPTY + i * 8, CONSUMER_WARPS * HALVES);
-        }
-        for (u32 i = 0; i < X_SLOTS; ++i) {
-            barrier_init(base + Memory::X_FULL + i * 8, 1);
-            barrier_init(base + Memory::X_EMPTY + i * 8, CONSUMER_WARPS);
-        }
+        init_rings<Rings, HALVES>(base);
         barrier_init(base + Memory::SUMMED, 1);
         barrier_init_done();
         const int mine = min(SHARE, max(0, TILES - (int)split * SHARE));
@@ -130,20 +71,8 @@ __device__ __forceinline__ void cluster_product(const ClusterParams& p, unsigned
     if (warp == CONSUMER_WARPS) {
         if (HALVES == 2) cluster_wait();
         if (lane == 0) {
-            const u64 policy = evict_first();
-            u32 slot = 0, parity = 1, landed = 0, landed_parity = 0;
-            for (u32 i = 0; i < n_chunks; ++i) {
-                if (i >= W_FLYING) {
-                    barrier_wait(base + Memory::W_FULL + landed * 8, landed_parity);
-                    if (++landed == W_SLOTS) landed = 0, landed_parity ^= 1;
-                }
-                const u32 to = base + slot * Memory::W_SLOT, full = base + Memory::W_FULL + slot * 8;
-                barrier_wait(base + Memory::W_EMPTY + slot * 8, parity);
-                barrier_expect(full, Memory::W_SLOT);
-                if constexpr (HALVES == 1) copy_rows(to, p.w_map, (first + i) * 64, tile * TILE, full, policy);
-                else copy_rows_to(3u << (split * 2), to + half * (Memory::W_SLOT / 2), p.w_map, (first + i) * 64, tile * TILE + half * (TILE / 2), full, policy);
-                if (++slot == W_SLOTS) slot = 0, parity ^= 1;
-            }
+            const u32 row = tile * TILE + (HALVES == 2 ? half * (TILE / 2) : 0);
+            copy_weight_chunks<Rings, HALVES, W_FLYING>(base, p.w_map, first, n_chunks, row, half, 3u << (split * 2));
         }
         __syncwarp();
         if (HALVES == 1) cluster_wait();
@@ -151,27 +80,15 @@ __device__ __forceinline__ void cluster_product(const ClusterParams& p, unsigned
         cluster_wait();
     } else if (warp > CONSUMER_WARPS) {
         pdl_wait();
-        if (lane == 0) {
-            u32 slot = 0, parity = 1;
-            for (u32 i = 0; i < n_chunks; ++i) {
-                const u32 full = base + Memory::X_FULL + slot * 8;
-                barrier_wait(base + Memory::X_EMPTY + slot * 8, parity);
-                barrier_expect(full, Memory::X_SLOT);
-                asm volatile(
-                    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                    ::"r"(base + Memory::X + slot * Memory::X_SLOT), "l"(p.x_map), "r"((first + i) * 64), "r"(half * COLUMNS), "r"(full) : "memory");
-                if (++slot == X_SLOTS) slot = 0, parity ^= 1;
-            }
-        }
+        if (lane == 0) copy_activation_chunks<Rings>(base, p.x_map, first, n_chunks, half * COLUMNS);
         __syncwarp();
         cluster_wait();
         cluster_arrive();
         cluster_wait();
     } else {
         const u32 group = warp >> 2, t = lane & 3, in_block = group * 64 + (warp & 3) * 16 + (lane >> 2);
-        const u32 other_empty = HALVES == 2 ? at_block(base + Memory::W_EMPTY, rank ^ 1) : 0;
+        const u32 other_empty = HALVES == 2 ? at_block(base + Rings::W_EMPTY, rank ^ 1) : 0;
         float acc[TILES][4];
-        u32 w_slot = 0, w_parity = 0, x_slot = 0, x_parity = 0, w_before = 0, x_before = 0;
         pdl_wait();
 
         // A thread has two rows 8 apart and two columns in each tile of 8. Of two tiles it stores four columns of one. What it adds
@@ -195,28 +112,7 @@ __device__ __forceinline__ void cluster_product(const ClusterParams& p, unsigned
                 if (exists(q) && has_row(h)) residual[q][h] = __ldcg(reinterpret_cast<const float4*>(p.residual + (u64)rows[h] * p.units + column_of(q)));
             }
         }
-#pragma unroll 1
-        for (u32 i = 0; i < n_chunks; ++i) {
-            barrier_wait(base + Memory::W_FULL + w_slot * 8, w_parity);
-            barrier_wait(base + Memory::X_FULL + x_slot * 8, x_parity);
-            const u64 a = operand(base + Memory::X + x_slot * Memory::X_SLOT + group * 8192);
-            const u64 b = operand(base + w_slot * Memory::W_SLOT);
-            fence_products();
-#pragma unroll
-            for (int k = 0; k < 4; ++k) multiply(acc, a + k * 2, b + k * 2, i > 0 || k > 0);
-            commit_products();
-            if (i > 0) {
-                wait_products<1>();
-                if (lane == 0) {
-                    barrier_arrive_many(base + Memory::W_EMPTY + w_before, 1);
-                    if constexpr (HALVES == 2) barrier_arrive_at(other_empty + w_before);
-                    barrier_arrive_many(base + Memory::X_EMPTY + x_before, 1);
-                }
-            }
-            w_before = w_slot * 8, x_before = x_slot * 8;
-            if (++w_slot == W_SLOTS) w_slot = 0, w_parity ^= 1;
-            if (++x_slot == X_SLOTS) x_slot = 0, x_parity ^= 1;
-        }
+        multiply_chunks<Rings, HALVES>(acc, base, group, lane, n_chunks, other_empty);
         wait_products<0>();
         pin_registers(acc);
         // More blocks than chunks.

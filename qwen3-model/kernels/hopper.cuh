@@ -117,6 +117,13 @@ __device__ __forceinline__ void load_pair(const u32* p, u32& a, u32& b) {
 }
 __device__ __forceinline__ bool is_of(u64 word, u32 use) { return (u32)(word >> 32) == use; }
 
+// Of memory that never changes, where it is written: the compiler does not put it off until the value is needed.
+__device__ __forceinline__ float2 load_now(const float* p) {
+    float2 v;
+    asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
+    return v;
+}
+
 __device__ __forceinline__ uint4 load_shared(u32 at) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");

@@ -22,15 +22,6 @@
 
 #define ROPE_WARPS 8
 
-struct QkvRopeWriteLaunch {
-    QkvRopeWriteParams heads;
-    const float* squares; // f32 [parts, columns], of batch rows before the product; null: the product is scaled already
-    u32 parts;
-    u32 columns;
-    float inverse_k;
-    float eps;
-};
-
 __device__ __forceinline__ void load_part(const u16* from, float (&out)[PAIRS]) {
 #if PAIRS == 2
     const u32 bits = *reinterpret_cast<const u32*>(from);

@@ -29,16 +29,21 @@ __device__ __forceinline__ Rotation load_rotation(const float* norm, const float
     return r;
 }
 
+// 1 / root mean square of a head from its sum of squares.
+__device__ __forceinline__ float head_scale(float squares, float eps) { return 1.f / sqrtf(squares / (float)HEAD_DIM + eps); }
+// Two elements HEAD_DIM / 2 apart, scaled by the norm and by its weights, then rotated.
+__device__ __forceinline__ void rotate(float& a, float& b, float scale, float low, float high, float cos, float sin) {
+    const float x = __fmul_rn(__fmul_rn(a, scale), low);
+    const float y = __fmul_rn(__fmul_rn(b, scale), high);
+    a = fmaf(x, cos, -__fmul_rn(y, sin));
+    b = fmaf(y, cos, __fmul_rn(x, sin));
+}
+
 __device__ __forceinline__ void norm_and_rotate(float (&a)[PAIRS], float (&b)[PAIRS], const Rotation& r, float eps) {
     float squares = 0.f;
 #pragma unroll
     for (u32 i = 0; i < PAIRS; ++i) squares = fmaf(b[i], b[i], fmaf(a[i], a[i], squares));
-    const float scale = 1.f / sqrtf(warp_sum(squares) / (float)HEAD_DIM + eps);
+    const float scale = head_scale(warp_sum(squares), eps);
 #pragma unroll
-    for (u32 i = 0; i < PAIRS; ++i) {
-        const float x = __fmul_rn(__fmul_rn(a[i], scale), r.low[i]);
-        const float y = __fmul_rn(__fmul_rn(b[i], scale), r.high[i]);
-        a[i] = fmaf(x, r.cos[i], -__fmul_rn(y, r.sin[i]));
-        b[i] = fmaf(y, r.cos[i], __fmul_rn(x, r.sin[i]));
-    }
+    for (u32 i = 0; i < PAIRS; ++i) rotate(a[i], b[i], scale, r.low[i], r.high[i], r.cos[i], r.sin[i]);
 }

@@ -25,10 +25,23 @@ struct QkvRopeWriteParams {
     float eps;
 };
 
+struct QkvRopeWriteLaunch {
+    QkvRopeWriteParams heads;
+    const float* squares; // f32 [parts, columns], of batch rows before the product; null: the product is scaled already
+    u32 parts;
+    u32 columns;
+    float inverse_k;
+    float eps;
+};
+
+// The row of cos_sin for a batch row's position.
+__device__ __forceinline__ u32 angle_of(const QkvRopeWriteParams& p, u32 row) {
+    const u32 position = (u32)p.positions[row];
+    return position < p.n_positions ? position : p.n_positions - 1;
+}
 // The norm's weights and the angles of a query or key head.
 __device__ __forceinline__ Rotation rotation_of(const QkvRopeWriteParams& p, u32 head, u32 row, u32 lane) {
-    const u32 position = (u32)p.positions[row];
-    const u32 angle = position < p.n_positions ? position : p.n_positions - 1;
+    const u32 angle = angle_of(p, row);
     return load_rotation(head < p.q_heads ? p.q_norm : p.k_norm, p.cos_sin + (u64)angle * HEAD_DIM, lane);
 }
 

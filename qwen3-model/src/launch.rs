@@ -20,6 +20,7 @@ use half::bf16;
 mod four_bit;
 mod four_bit_layer;
 mod gate_up;
+mod qkv_product;
 mod rope_write;
 mod sample;
 mod stage_output;
@@ -35,6 +36,7 @@ pub use decode_layers::{
 pub use four_bit::{FOUR_BIT_BLOCK, FOUR_BIT_ROWS, FourBitBuffer, FourBitKernels, ProductOutput};
 pub use four_bit_layer::{FOUR_BIT_LAYER_ROWS, FourBitLayer, FourBitLayerOp, FourBitStage, MAX_STAGES};
 pub use gate_up::{GATE_UP_ROWS, GateUp, GateUpOp};
+pub use qkv_product::{QKV_PRODUCT_ROWS, QkvProduct, QkvProductOp};
 pub use rope_write::{QkvRopeWrite, RowScale};
 pub use sample::{Sample, SampleRow, SampleScratch};
 pub use stage_output::StageOutput;
@@ -125,6 +127,7 @@ pub fn kernel_specs() -> Vec<KernelSpec> {
         .chain(wide_product::specs())
         .chain(gate_up::specs())
         .chain(cluster_product::specs())
+        .chain(qkv_product::specs())
         .chain(whole_product::specs())
         .collect()
 }

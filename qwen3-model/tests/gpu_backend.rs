@@ -253,6 +253,60 @@ fn replay_equals_eager_bit_for_bit_in_every_batch_from_1_to_64_and_in_larger_buc
     }
 }
 
+/// Decodes `steps` tokens of `n` sequences, then feeds what came out as prompts: what log-probabilities differ by on average and at
+/// most, and how far those of a row lie apart (their standard deviation).
+fn decoded_against_fed(mut rig: Rig, capture: bool, n: usize, steps: usize) -> [f64; 3] {
+    if capture {
+        rig.backend.capture().unwrap();
+    }
+    let vocab = rig.backend.config().vocab_size;
+    let mut prompts = prompts(5, n);
+    let ids = prompts.iter_mut().flatten();
+    ids.for_each(|id| *id %= vocab as u32);
+    let slots: Vec<Slot> = prompts.iter().map(|_| rig.slot()).collect();
+    let parts = parts(&slots, &prompts);
+    let mut sequences: Vec<Vec<u32>> = prompts.clone();
+    let mut logprobs: Vec<Vec<f32>> = vec![Vec::new(); n];
+    let mut take = |sampled: Vec<SampledToken>| {
+        for (i, sampled) in sampled.into_iter().enumerate() {
+            sequences[i].push(sampled.token);
+            logprobs[i].push(sampled.logprob);
+        }
+    };
+    // A step takes 2,048 tokens.
+    let mut first = Vec::new();
+    for parts in parts.chunks(20) {
+        rig.feed(parts, LogitRows::Wanted);
+        let pending = rig.backend.read_back(parts.len(), 0).unwrap();
+        first.extend(rig.backend.collect(pending).unwrap());
+    }
+    take(first);
+    for _ in 0..steps {
+        take(rig.decode(&slots));
+    }
+    let (mut differences, mut spread) = (Vec::new(), 0.0);
+    for ((sequence, logprobs), prompt) in sequences.iter().zip(&logprobs).zip(&prompts) {
+        let slot = rig.slot();
+        let logits = rig.feed(&[(slot, sequence)], LogitRows::All);
+        rig.table.erase(slot).unwrap();
+        let rows = logits.chunks(vocab).skip(prompt.len() - 1);
+        for ((row, &token), &logprob) in rows.zip(&sequence[prompt.len()..]).zip(logprobs) {
+            let fed = log_softmax(row);
+            differences.push((fed[token as usize] - f64::from(logprob)).abs());
+            let mean = fed.iter().sum::<f64>() / vocab as f64;
+            spread += (fed.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / vocab as f64).sqrt();
+        }
+    }
+    assert_eq!(differences.len(), n * (steps + 1));
+    let mean = differences.iter().sum::<f64>() / differences.len() as f64;
+    let largest = differences.iter().copied().fold(0.0, f64::max);
+    let spread = spread / differences.len() as f64;
+    eprintln!(
+        "{n} rows, captured {capture}: off by {mean:.5} on average, {largest:.4} at most, of {spread:.4}"
+    );
+    [mean, largest, spread]
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn decoding_continues_as_if_the_tokens_had_been_prompts() {
@@ -275,48 +329,31 @@ fn decoding_continues_as_if_the_tokens_had_been_prompts() {
         false => all.collect(),
     };
     for (capture, (n, steps)) in chosen {
-        let mut rig = Rig::tiny(&gpu, options(n + 3, 32));
-        if capture {
-            rig.backend.capture().unwrap();
-        }
-        let prompts = prompts(5, n);
-        let slots: Vec<Slot> = prompts.iter().map(|_| rig.slot()).collect();
-        let parts = parts(&slots, &prompts);
-        let mut sequences: Vec<Vec<u32>> = prompts.clone();
-        let mut logprobs: Vec<Vec<f32>> = vec![Vec::new(); n];
-        let mut take = |sampled: Vec<SampledToken>| {
-            for (i, sampled) in sampled.into_iter().enumerate() {
-                sequences[i].push(sampled.token);
-                logprobs[i].push(sampled.logprob);
-            }
-        };
-        // A step takes 2,048 tokens.
-        let mut first = Vec::new();
-        for parts in parts.chunks(20) {
-            rig.feed(parts, LogitRows::Wanted);
-            let pending = rig.backend.read_back(parts.len(), 0).unwrap();
-            first.extend(rig.backend.collect(pending).unwrap());
-        }
-        take(first);
-        for _ in 0..steps {
-            take(rig.decode(&slots));
-        }
-        let mut differences = Vec::new();
-        for ((sequence, logprobs), prompt) in sequences.iter().zip(&logprobs).zip(&prompts) {
-            let slot = rig.slot();
-            let logits = rig.feed(&[(slot, sequence)], LogitRows::All);
-            rig.table.erase(slot).unwrap();
-            let rows = logits.chunks(1024).skip(prompt.len() - 1);
-            for ((row, &token), &logprob) in rows.zip(&sequence[prompt.len()..]).zip(logprobs) {
-                differences.push((log_softmax(row)[token as usize] - f64::from(logprob)).abs());
-            }
-        }
+        let rig = Rig::tiny(&gpu, options(n + 3, 32));
         // The same numbers, rounded at other places.
-        let mean = differences.iter().sum::<f64>() / differences.len() as f64;
-        let largest = differences.iter().copied().fold(0.0, f64::max);
-        eprintln!("{n} rows, captured {capture}: off by {mean:.5} on average, {largest:.4} at most");
-        assert_eq!(differences.len(), n * (steps + 1));
+        let [mean, largest, _] = decoded_against_fed(rig, capture, n, steps);
         assert!(mean < 0.05 && largest < 1.0, "mean {mean}, largest {largest}");
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn heads_that_fill_the_device_decode_as_if_the_tokens_had_been_prompts() {
+    let gpu = Gpu::open();
+    // As many heads as Qwen3-4B has.
+    let config = config(256, 128, 32, 8);
+    for (capture, n, steps) in cuda_graphs::cases([
+        (false, 40, 5),
+        (true, 64, 5),
+        (false, 75, 5),
+        (true, 96, 5),
+        (true, 120, 5),
+        (false, 180, 3),
+        (true, 250, 5),
+    ]) {
+        let rig = Rig::new(&gpu, &config, WeightSource::Random(7), options(n + 3, 32));
+        let [mean, _, spread] = decoded_against_fed(rig, capture, n, steps);
+        assert!(mean < 0.05 * spread, "mean {mean} of {spread}");
     }
 }
 

@@ -4,6 +4,7 @@
 mod gpu_support;
 
 use cuda_graphs::{DeviceBuffer, Matmul, MatmulDims, MatmulOptions};
+use gpu_support::products::{EPS, FORMS, Normed, multiply, to_bf16};
 use gpu_support::{Gpu, assert_twice, bf16s, normals, rng, round};
 use half::bf16;
 use qwen3_model::launch::{
@@ -12,11 +13,6 @@ use qwen3_model::launch::{
 };
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
-use rayon::prelude::*;
-
-const EPS: f32 = 1e-6;
-/// Rows that the kernels are compiled for, those of `WideProducts` up to 96.
-const FORMS: [usize; 6] = [32, 64, 96, 128, 192, 256];
 
 fn products(gpu: &Gpu) -> WideProducts {
     let loaded = WideProducts::load(&gpu.compiler, &gpu.device, 96).unwrap();
@@ -26,54 +22,6 @@ fn products(gpu: &Gpu) -> WideProducts {
 fn clusters(gpu: &Gpu, n: usize) -> ClusterProduct {
     let loaded = ClusterProduct::load(&gpu.compiler, &gpu.device, n, 256).unwrap();
     loaded.expect("a device of compute capability 9.0")
-}
-
-/// `[rows, n]` exact products of `[rows, k]` with `[n, k]`.
-fn multiply(x: &[f64], w: &[bf16], k: usize) -> Vec<f64> {
-    let dot = |x: &[f64], w: &[bf16]| -> f64 { x.iter().zip(w).map(|(x, w)| x * w.to_f64()).sum() };
-    let rows = x.par_chunks(k);
-    rows.flat_map_iter(|x| w.chunks(k).map(move |w| dot(x, w)))
-        .collect()
-}
-
-/// What the norm before a product leaves: its bf16 input, not scaled, and sums of squares; and what goes through.
-struct Normed {
-    x: Vec<bf16>,
-    squares: Vec<f32>,
-    exact: Vec<f64>,
-    /// As a bf16 formula rounds.
-    plain: Vec<f64>,
-}
-
-impl Normed {
-    fn random(rng: &mut ChaCha8Rng, rows: usize, k: usize) -> Self {
-        let hidden = normals(rng, rows * k, 1.5);
-        let norm: Vec<f32> = normals(rng, k, 0.2).iter().map(|x| 1.0 + x).collect();
-        let weighed = |i: usize| hidden[i] * norm[i % k];
-        let columns = FORMS.into_iter().find(|&columns| rows <= columns).unwrap();
-        // Places of rows beyond the batch are not read.
-        let mut squares = vec![f32::NAN; k.div_ceil(64) * columns];
-        let (mut exact, mut plain) = (vec![], vec![]);
-        for (row, hidden) in hidden.chunks(k).enumerate() {
-            for (slot, part) in hidden.chunks(64).enumerate() {
-                squares[slot * columns + row] = part.iter().map(|x| x * x).sum();
-            }
-            let mean = hidden.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / k as f64;
-            let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
-            for (&x, &w) in hidden.iter().zip(&norm) {
-                let (x, w) = (f64::from(x), f64::from(w));
-                exact.push(x * scale * w);
-                plain.push(round(round(x * scale) * w));
-            }
-        }
-        let x = (0..rows * k).map(|i| bf16::from_f32(weighed(i))).collect();
-        Self {
-            x,
-            squares,
-            exact,
-            plain,
-        }
-    }
 }
 
 struct Residual {
@@ -233,10 +181,6 @@ fn run_scaled(
     }
 }
 
-fn to_bf16(values: &[f32]) -> Vec<bf16> {
-    values.iter().map(|&x| bf16::from_f32(x)).collect()
-}
-
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn sums_into_the_residual_stream_agree_with_the_reference() {
@@ -249,7 +193,7 @@ fn sums_into_the_residual_stream_agree_with_the_reference() {
             check_residual(&gpu, &Summers::Wide(&products), &mut rng, "wide", [rows, n, k]);
         }
         let products = clusters(&gpu, n);
-        for rows in cuda_graphs::cases([97, 100, 128, 129, 150, 192, 201, 256]) {
+        for rows in cuda_graphs::cases([33, 64, 65, 97, 128, 129, 150, 192, 201, 256]) {
             check_residual(
                 &gpu,
                 &Summers::Clusters(&products),
@@ -464,7 +408,7 @@ fn a_row_gives_the_same_bits_in_every_batch_of_a_form_and_at_every_run() {
     let forms = std::iter::once(0).chain(FORMS).zip(FORMS);
     let cases = forms.flat_map(|(fewer, most)| {
         let wide = (most <= 96).then_some(Summers::Wide(&products));
-        let clusters = (most > 96).then_some(Summers::Clusters(&cluster_products));
+        let clusters = (most > 32).then_some(Summers::Clusters(&cluster_products));
         (wide.into_iter().chain(clusters)).map(move |summers| (fewer, most, summers))
     });
     for (fewer, most, summers) in cases {
@@ -638,7 +582,7 @@ fn shapes_that_the_kernels_cannot_take_are_refused() {
         };
         clusters.run(&gpu.stream, &op).unwrap_err().to_string()
     };
-    assert!(refused_by_clusters(96, 64 * 64, 96 * 64).contains("96 rows"));
+    assert!(refused_by_clusters(32, 64 * 64, 32 * 64).contains("32 rows"));
     assert!(refused_by_clusters(100, 64 * 32, 100 * 32).contains("32 columns"));
     assert!(refused_by_clusters(100, 63 * 64, 100 * 64).contains("weight"));
     assert!(refused_by_clusters(100, 64 * 64, 100 * 64).contains("output"));

@@ -1,6 +1,6 @@
 //! The products of a decode step of 17 to 256 rows by kernels of our own, with norms, SiLU and residual sums within them, where
-//! these are faster than cuBLASLt with kernels between: see `kernels/wide_product.cuh`, `kernels/gate_up.cuh` and
-//! `kernels/cluster_product.cuh`.
+//! these are faster than cuBLASLt with kernels between: see `kernels/wide_product.cuh`, `kernels/gate_up.cuh`,
+//! `kernels/cluster_product.cuh` and `kernels/qkv_product.cuh`.
 //!
 //! ```text
 //!   embed, norm ─▶ QKV, rope 0 ─▶ attention 0 ─▶ O 0 ─▶ gate+up 0 ─▶ down 0 ─▶ QKV, rope 1 ─▶ … ─▶ head
@@ -13,8 +13,9 @@ use cuda_graphs::{Compiler, Device, DeviceBuffer, DeviceSlice};
 
 use super::{CudaBackend, CudaOptions, Rows};
 use crate::launch::{
-    ClusterProduct, ClusterProductOp, GATE_UP_ROWS, GateUp, GateUpOp, RowScale, StageOutput, WIDE_ALL_KINDS,
-    WIDE_HEAD_DIM, WIDE_ROWS, WideProductOp, WideProducts,
+    ClusterProduct, ClusterProductOp, GATE_UP_ROWS, GateUp, GateUpOp, QKV_PRODUCT_ROWS, QkvProduct,
+    QkvProductOp, RowScale, StageOutput, WIDE_ALL_KINDS, WIDE_HEAD_DIM, WIDE_ROWS, WideProductOp,
+    WideProducts,
 };
 use crate::{FusedMatrix, Qwen3Config, Result};
 
@@ -29,6 +30,8 @@ pub(super) enum Maker {
     Wide,
     /// O and down alone: `kernels/cluster_product.cuh`.
     Clusters,
+    /// QKV alone: `kernels/qkv_product.cuh`.
+    Heads,
 }
 
 impl Maker {
@@ -57,20 +60,24 @@ impl Served {
         head: false,
     };
 
-    /// What is faster by our kernels for so many rows; measured on an H200, see docs/performance.md.
-    const fn of(rows: usize) -> Self {
-        use Maker::{Clusters, Library, Wide};
-        let [qkv, o, down] = match rows {
-            ..=64 => [Wide; 3],
-            65..=96 => [Library, Wide, Wide],
-            _ => [Library, Library, Clusters],
+    /// What is faster by our kernels for so many rows; measured on an H200, see docs/performance.md. `heads`: QKV may be by
+    /// [`Maker::Heads`], which as our gate+up takes sums of squares in however many parts; the wide form does not.
+    const fn of(rows: usize, heads: bool) -> Self {
+        use Maker::{Clusters, Heads, Library, Wide};
+        let [qkv, o, down] = match (rows, heads) {
+            (33..=64, true) => [Heads, Wide, Clusters],
+            (..=64, _) => [Wide; 3],
+            (65..=96, true) => [Heads, Wide, Wide],
+            (65..=96, false) => [Library, Wide, Wide],
+            (_, true) => [Heads, Library, Clusters],
+            (_, false) => [Library, Library, Clusters],
         };
         Self {
             qkv,
             o,
             gate_up: true,
             down,
-            head: rows <= WIDE_ALL_KINDS,
+            head: rows <= WIDE_ALL_KINDS && matches!(down, Wide),
         }
     }
 
@@ -90,6 +97,8 @@ pub(super) struct Wide {
     products: WideProducts,
     gate_up: GateUp,
     clusters: ClusterProduct,
+    /// Where it keeps the device at work.
+    qkv: Option<QkvProduct>,
     /// After O and after down.
     squares: DeviceBuffer<f32>,
     /// Whether QKV has the rotation and the write of keys and values inside.
@@ -118,6 +127,13 @@ impl Wide {
         let Some(clusters) = ClusterProduct::load(compiler, device, hidden, rows)? else {
             return Ok(None);
         };
+        let heads = config.n_heads + 2 * config.n_kv_heads;
+        let multiprocessors = device.info().multiprocessors as usize;
+        let fills = QkvProduct::fills(heads, config.head_dim, multiprocessors);
+        let qkv = match fills && rows >= *QKV_PRODUCT_ROWS.start() {
+            true => QkvProduct::load(compiler, device, rows)?,
+            false => None,
+        };
         let ropes = config.head_dim == WIDE_HEAD_DIM && products.takes(config.qkv_size(), hidden, true);
         let all = products.takes(config.qkv_size(), hidden, false)
             && products.takes(hidden, config.q_size(), true)
@@ -137,6 +153,7 @@ impl Wide {
             products,
             gate_up,
             clusters,
+            qkv,
             squares,
             ropes,
         }))
@@ -145,11 +162,16 @@ impl Wide {
     /// What a product by `maker` leaves behind it: sums of squares, and how many a row has; none by the library.
     fn squares(&self, maker: Maker, rows: usize, hidden: usize) -> Result<(DeviceSlice<'_, f32>, usize)> {
         let (len, parts) = match maker {
-            Maker::Library => (0, 0),
+            Maker::Library | Maker::Heads => (0, 0),
             Maker::Wide => (self.products.squares_len(rows, hidden), hidden.div_ceil(64)),
             Maker::Clusters => (self.clusters.squares_len(rows), self.clusters.squares_parts(rows)),
         };
         Ok((self.squares.slice(..len)?, parts))
+    }
+
+    /// [`Served::of`] these rows, with what this model's shape makes faster.
+    fn served(&self, rows: usize) -> Served {
+        Served::of(rows, self.qkv.is_some() && QKV_PRODUCT_ROWS.contains(&rows))
     }
 }
 
@@ -162,7 +184,7 @@ impl CudaBackend {
         };
         let plain = self.four_bit.is_none() && self.unmerged.is_none() && !self.weights.has_biases();
         match &self.wide_products {
-            Some(wide) if plain && ROWS.contains(&bucket) => Some((wide, bucket, Served::of(bucket))),
+            Some(wide) if plain && ROWS.contains(&bucket) => Some((wide, bucket, wide.served(bucket))),
             _ => None,
         }
     }
@@ -174,17 +196,32 @@ impl CudaBackend {
 
     /// Whether QKV of the present rows has the rotation and the write of keys and values inside.
     pub(super) fn in_wide_qkv(&self) -> bool {
-        self.wide()
-            .is_some_and(|(wide, _, served)| served.qkv == Maker::Wide && wide.ropes)
+        self.wide().is_some_and(|(wide, _, served)| match served.qkv {
+            Maker::Wide => wide.ropes,
+            Maker::Heads => true,
+            Maker::Library | Maker::Clusters => false,
+        })
     }
 
     /// By what the rows of a QKV product of cuBLASLt have yet to be scaled: our down projection has left them so.
     pub(super) fn wide_row_scale(&self, layer: usize) -> Result<Option<RowScale<'_>>> {
-        let unscaled = |served: Served| served.down.is_ours() && !served.qkv.is_ours();
-        let Some((wide, rows, served)) = self.wide().filter(|&(_, _, served)| unscaled(served)) else {
-            return Ok(None);
-        };
-        if layer == 0 {
+        match self.wide() {
+            Some((wide, rows, served)) if !served.qkv.is_ours() => {
+                self.left_by_down(wide, rows, served, layer)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// By what our down projection of the layer before has left rows to be scaled.
+    fn left_by_down<'a>(
+        &'a self,
+        wide: &'a Wide,
+        rows: usize,
+        served: Served,
+        layer: usize,
+    ) -> Result<Option<RowScale<'a>>> {
+        if layer == 0 || !served.down.is_ours() {
             return Ok(None);
         }
         let width = self.config.hidden_size;
@@ -226,6 +263,15 @@ impl CudaBackend {
             Some(next) => &next.input_norm,
             None => &self.weights.norm,
         };
+        if let (FusedMatrix::Qkv, Maker::Heads, Some(qkv)) = (matrix, served.qkv, &wide.qkv) {
+            let op = QkvProductOp {
+                weight: weights.matrix(matrix).as_slice(),
+                input: normed,
+                scale: self.left_by_down(wide, rows, served, layer)?,
+                heads: self.rope_write(layer)?,
+            };
+            return qkv.run(&self.stream, &op);
+        }
         let (maker, input, squares, output) = match matrix {
             // The first norm is a kernel of its own, which scales; so is every norm before a product of cuBLASLt's.
             FusedMatrix::Qkv => (

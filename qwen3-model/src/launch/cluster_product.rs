@@ -1,4 +1,4 @@
-//! The launch of `kernels/cluster_product.cuh`: a product of a decode step of 97 to 256 rows whose inner dimension is shared by
+//! The launch of `kernels/cluster_product.cuh`: a product of a decode step of 33 to 256 rows whose inner dimension is shared by
 //! the blocks of a cluster, with what lies between it and its neighbours.
 
 use bytemuck::{Pod, Zeroable};
@@ -11,17 +11,23 @@ use half::bf16;
 use super::decode_layers::HOPPER;
 use super::stage_output::StageOutput;
 use super::wgmma::product_header;
-use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COMMON, WIDE_ROWS, input_map, needed};
+use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COMMON, input_map, needed};
 use super::{COMMON, aligned, refuse, same, small};
 use crate::Result;
 
+pub(super) const CLUSTER_PRIMITIVES: Header =
+    Header::new("cluster.cuh", include_str!("../../kernels/cluster.cuh"));
+pub(super) const CLUSTER_RINGS: Header = Header::new(
+    "cluster_rings.cuh",
+    include_str!("../../kernels/cluster_rings.cuh"),
+);
 const CLUSTER: Header = Header::new(
     "cluster_product.cuh",
     include_str!("../../kernels/cluster_product.cuh"),
 );
 
 /// Batch rows that kernels are compiled for.
-const ROWS: [usize; 3] = [128, 192, 256];
+const ROWS: [usize; 4] = [64, 128, 192, 256];
 /// Batch rows of a block at most: beyond, two blocks share the weights of a tile.
 const MOST_COLUMNS: usize = 128;
 /// Most rows of the weight in a tile: half as many registers hold a thread's sums.
@@ -32,7 +38,7 @@ const SPLITS: usize = 4;
 const REGISTERS: u32 = 168;
 
 /// Fewest and most batch rows. With fewer [`WideProducts`](super::WideProducts) are faster.
-pub const CLUSTER_ROWS: std::ops::RangeInclusive<usize> = *WIDE_ROWS.end() + 1..=ROWS[ROWS.len() - 1];
+pub const CLUSTER_ROWS: std::ops::RangeInclusive<usize> = 33..=ROWS[ROWS.len() - 1];
 
 /// A specialisation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,6 +138,8 @@ impl Form {
             WGMMA,
             product_header(self.tile_rows / 8),
             WIDE_COMMON,
+            CLUSTER_PRIMITIVES,
+            CLUSTER_RINGS,
             CLUSTER,
         ])
         .define("OF_COLUMNS", self.columns())
@@ -148,7 +156,7 @@ impl Form {
 
 /// Clusters of so many blocks that a device runs at once, one block a multiprocessor: those of a cluster are neighbours, so
 /// that a few are left over. Of an H200's 132 there are 15 of eight and 30 of four.
-fn clusters_at_once(blocks: usize, multiprocessors: usize) -> usize {
+pub(super) fn clusters_at_once(blocks: usize, multiprocessors: usize) -> usize {
     (multiprocessors / blocks * 15 / 16).max(1)
 }
 
@@ -224,7 +232,7 @@ impl ClusterProduct {
         self.kernels.iter().find(|(form, _)| fits(form))
     }
 
-    /// What `rows` are rounded up to: 128, 192 or 256; 0 for a number that is not possible.
+    /// What `rows` are rounded up to: 64, 128, 192 or 256; 0 for a number that is not possible.
     pub fn padded_rows(&self, rows: usize) -> usize {
         self.form(rows).map_or(0, |(form, _)| form.rows)
     }
@@ -341,6 +349,7 @@ mod tests {
             let form = Form::new(rows, 2560, 132);
             (2560_usize.div_ceil(form.tile_rows), form.tile_rows, form.blocks())
         };
+        assert_eq!(tiles(64), (30, 88, 4));
         assert_eq!(tiles(128), (30, 88, 4));
         assert_eq!(tiles(192), (15, 176, 8));
         assert_eq!(tiles(256), (15, 176, 8));

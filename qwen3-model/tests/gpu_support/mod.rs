@@ -5,6 +5,7 @@
     reason = "a module of several test binaries, each of which uses its own part"
 )]
 
+pub mod products;
 mod profile;
 
 use cuda_graphs::{Compiler, Device, DeviceBuffer, Stream};
