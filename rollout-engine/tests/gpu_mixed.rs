@@ -108,16 +108,16 @@ fn compare(what: &str, requests: &[Request], mixed: &Completions, separate: &Com
         assert_eq!(a.policies.len(), b.policies.len(), "{what}");
         let (_, sampling, _) = &requests[key.0 as usize];
         let equal = a.token_ids == b.token_ids && a.finish_reason == b.finish_reason;
+        let first = a.token_ids.iter().zip(&b.token_ids).position(|(a, b)| a != b);
+        for at in 0..first.unwrap_or(a.token_ids.len().min(b.token_ids.len())) {
+            let off = (a.logprobs[at] - b.logprobs[at]).abs();
+            assert!(off < 0.5, "{what}, {key:?}, token {at}: off by {off}");
+        }
         // Alternatives say nothing of how close penalised tokens were.
         if sampling.temperature > 0.0 || sampling.repetition_penalty != 1.0 {
             drawn += 1;
             drawn_same += usize::from(equal);
             continue;
-        }
-        let first = a.token_ids.iter().zip(&b.token_ids).position(|(a, b)| a != b);
-        for at in 0..first.unwrap_or(a.token_ids.len().min(b.token_ids.len())) {
-            let off = (a.logprobs[at] - b.logprobs[at]).abs();
-            assert!(off < 0.5, "{what}, {key:?}, token {at}: off by {off}");
         }
         match first {
             None => {
@@ -139,7 +139,8 @@ fn compare(what: &str, requests: &[Request], mixed: &Completions, separate: &Com
         "{what}: {same} greedy completions the same, {close} differ where it was close; of {drawn} drawn or penalised {drawn_same} the same"
     );
     assert!(same >= close, "{what}");
-    assert!(drawn_same * 10 >= drawn * 7, "{what}");
+    // By another token's choice at one place the rest differs, too. With other random numbers none would be the same.
+    assert!(drawn_same * 2 >= drawn, "{what}");
 }
 
 /// Runs the requests with one pass and with two.
