@@ -152,7 +152,7 @@ __device__ __forceinline__ void qkv_product(const QkvProductParams& p, unsigned 
         fetch_map(p.w_map);
         fetch_map(p.x_map);
         init_rings<Rings, 2>(base);
-        barrier_init(base + Memory::PREPARED, Memory::SCRIBES / 32);
+        barrier_init(base + Memory::PREPARED, Memory::SCRIBES);
         barrier_init_done();
     }
     __syncthreads();
@@ -174,8 +174,7 @@ __device__ __forceinline__ void qkv_product(const QkvProductParams& p, unsigned 
         __syncwarp();
     } else if (warp > CONSUMER_WARPS) {
         prepare_rows<Memory, COLUMNS>(p.rows, shared, head, half * COLUMNS, threadIdx.x - (CONSUMER_WARPS + 2) * 32);
-        __syncwarp();
-        if (lane == 0) barrier_arrive_many(base + Memory::PREPARED, 1);
+        barrier_arrive_many(base + Memory::PREPARED, 1);
         __syncwarp();
         cluster_wait();
     } else {

@@ -254,7 +254,7 @@ fn a_refresh_that_fails_at_any_step_leaves_the_former_bits() {
                 served_before,
                 "{place:?}: step {failed}"
             );
-            failed = if few_cases() { 5 * failed + 4 } else { failed + 1 };
+            failed = if few_cases() { 20 * failed + 9 } else { failed + 1 };
         }
         assert!(failed > 3, "{failed} steps were made to fail");
         // Real failures: weights beyond bf16, adapters that do not fit.

@@ -285,7 +285,10 @@ fn decoded_against_fed(mut rig: Rig, capture: bool, n: usize, steps: usize) -> [
         take(rig.decode(&slots));
     }
     let (mut differences, mut spread) = (Vec::new(), 0.0);
-    for ((sequence, logprobs), prompt) in sequences.iter().zip(&logprobs).zip(&prompts) {
+    let mut compared = 0;
+    let each = sequences.iter().zip(&logprobs).zip(&prompts);
+    for ((sequence, logprobs), prompt) in each.step_by(if few_cases() { 8 } else { 1 }) {
+        compared += 1;
         let slot = rig.slot();
         let logits = rig.feed(&[(slot, sequence)], LogitRows::All);
         rig.table.erase(slot).unwrap();
@@ -297,7 +300,7 @@ fn decoded_against_fed(mut rig: Rig, capture: bool, n: usize, steps: usize) -> [
             spread += (fed.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / vocab as f64).sqrt();
         }
     }
-    assert_eq!(differences.len(), n * (steps + 1));
+    assert_eq!(differences.len(), compared * (steps + 1));
     let mean = differences.iter().sum::<f64>() / differences.len() as f64;
     let largest = differences.iter().copied().fold(0.0, f64::max);
     let spread = spread / differences.len() as f64;
@@ -342,7 +345,7 @@ fn heads_that_fill_the_device_decode_as_if_the_tokens_had_been_prompts() {
     let gpu = Gpu::open();
     // As many heads as Qwen3-4B has.
     let config = config(256, 128, 32, 8);
-    for (capture, n, steps) in cuda_graphs::cases([
+    let all = [
         (false, 40, 5),
         (true, 64, 5),
         (false, 75, 5),
@@ -350,7 +353,12 @@ fn heads_that_fill_the_device_decode_as_if_the_tokens_had_been_prompts() {
         (true, 120, 5),
         (false, 180, 3),
         (true, 250, 5),
-    ]) {
+    ];
+    for (capture, n, steps) in if few_cases() {
+        vec![(false, 40, 2), (false, 180, 2)]
+    } else {
+        all.to_vec()
+    } {
         let rig = Rig::new(&gpu, &config, WeightSource::Random(7), options(n + 3, 32));
         let [mean, _, spread] = decoded_against_fed(rig, capture, n, steps);
         assert!(mean < 0.05 * spread, "mean {mean} of {spread}");

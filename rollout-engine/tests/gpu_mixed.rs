@@ -170,10 +170,16 @@ fn both(
 
 /// Every kind of sampling, stop ids, and prompts longer than the budget.
 fn requests(n: usize) -> Vec<Request> {
-    let few = cuda_graphs::few_cases();
-    let n = if few { n.div_ceil(6) } else { n };
-    let greedy = |tokens: usize| greedy(if few { tokens / 3 } else { tokens });
-    let prompts = prompts(1, n, 150).into_iter().enumerate();
+    match cuda_graphs::few_cases() {
+        true => requests_of(n.div_ceil(6), 150, 20),
+        false => requests_of(n, 150, 60),
+    }
+}
+
+/// With prompts shorter than `longest` and so many new tokens at most.
+fn requests_of(n: usize, longest: usize, max_new_tokens: usize) -> Vec<Request> {
+    let greedy = |tokens: usize| greedy(tokens * max_new_tokens / 60);
+    let prompts = prompts(1, n, longest).into_iter().enumerate();
     let request = |(i, prompt)| {
         let hot = SamplingParams {
             temperature: 1.0,
@@ -222,8 +228,12 @@ fn one_pass_gives_the_tokens_of_two_for_any_sampling_and_stop_ids() {
 #[ignore = "needs an NVIDIA GPU"]
 fn one_pass_gives_the_tokens_of_two_under_preemption() {
     let _device = device();
-    let tight = pool(24, 16, if cuda_graphs::few_cases() { 13 } else { 24 });
-    for scheduler in both("24 pages of 16", &tight, false, None, &requests(60)) {
+    // Of few requests short ones, all of which start and then outgrow the pages together.
+    let (n_pages, requests) = match cuda_graphs::few_cases() {
+        true => (7, requests_of(10, 20, 60)),
+        false => (24, requests(60)),
+    };
+    for scheduler in both("a tight pool", &pool(24, 16, n_pages), false, None, &requests) {
         assert!(scheduler.statistics().preemptions > 0);
     }
 }

@@ -71,7 +71,7 @@ fn difference(ours: &[TokenCompletion], theirs: &[TokenCompletion]) -> f64 {
 #[ignore = "needs an NVIDIA GPU"]
 fn options_take_effect_and_change_no_more_than_the_order_of_sums() {
     let (default, _) = run(open("{}").unwrap(), Vec::new(), true);
-    for kernels in [
+    for kernels in cuda_graphs::cases([
         r#"{"decode": {"split_kv": 64}}"#,
         r#"{"decode": {"warps": 2, "stages": 4, "blocks_per_multiprocessor": 1}}"#,
         r#"{"decode": {"split_kv": 32, "max_splits": 4}}"#,
@@ -81,7 +81,7 @@ fn options_take_effect_and_change_no_more_than_the_order_of_sums() {
         r#"{"matrix": {"layer_kernel_rows": 0}}"#,
         r#"{"matrix": {"split_k": false, "algorithms": 2}}"#,
         r#"{"matrix": {"library": false}}"#,
-    ] {
+    ]) {
         let runner = open(kernels).unwrap();
         let given: KernelOptions = kernels.parse().unwrap();
         let (decode, prefill) = runner.backend().attention_options();
