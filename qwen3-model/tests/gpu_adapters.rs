@@ -257,8 +257,11 @@ fn a_refresh_that_fails_at_any_step_leaves_the_former_bits() {
             failed = if few_cases() { 20 * failed + 9 } else { failed + 1 };
         }
         assert!(failed > 3, "{failed} steps were made to fail");
-        // Real failures: weights beyond bf16, adapters that do not fit.
         backend.set_fault_hook(None);
+        if few_cases() {
+            continue;
+        }
+        // Real failures: weights beyond bf16, adapters that do not fit.
         let (version, before) = (backend.policy(), served(&backend));
         let mut huge = active("mult-r32");
         huge[0].weight = f32::MAX;

@@ -184,13 +184,20 @@ fn run_scaled(
 /// Weights: one chunk; fewer rows than a tile; ends within a tile and within 64 rows; many shares per tile.
 const RESIDUAL_SHAPES: [(usize, usize); 5] = [(64, 64), (80, 192), (320, 832), (2560, 128), (1024, 3072)];
 
+fn residual_shapes() -> Vec<(usize, usize)> {
+    match cuda_graphs::few_cases() {
+        true => vec![(80, 192), (320, 832)],
+        false => RESIDUAL_SHAPES.to_vec(),
+    }
+}
+
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn sums_into_the_residual_stream_agree_with_the_reference() {
     let gpu = Gpu::open();
     let products = products(&gpu);
     let mut rng = rng(1);
-    for (n, k) in cuda_graphs::cases(RESIDUAL_SHAPES) {
+    for (n, k) in residual_shapes() {
         for rows in cuda_graphs::cases([1, 17, 32, 33, 48, 63, 64, 65, 80, 96]) {
             check_residual(&gpu, &Summers::Wide(&products), &mut rng, "wide", [rows, n, k]);
         }
@@ -202,7 +209,7 @@ fn sums_into_the_residual_stream_agree_with_the_reference() {
 fn sums_of_clusters_into_the_residual_stream_agree_with_the_reference() {
     let gpu = Gpu::open();
     let mut rng = rng(11);
-    for (n, k) in cuda_graphs::cases(RESIDUAL_SHAPES) {
+    for (n, k) in residual_shapes() {
         let products = clusters(&gpu, n);
         for rows in cuda_graphs::cases([33, 64, 65, 97, 128, 129, 150, 192, 201, 256]) {
             check_residual(
@@ -327,11 +334,14 @@ fn run_whole(gpu: &Gpu, kernels: &WholeProduct, n: usize, weight: &[bf16], x: &[
 fn whole_products_agree_with_the_reference_and_with_each_other() {
     let gpu = Gpu::open();
     let mut rng = rng(6);
-    let options = MatmulOptions {
-        row_invariant: true,
-        ..MatmulOptions::default()
-    };
-    let library = Matmul::with_options(&gpu.stream, &options).unwrap();
+    // Racecheck reports the library's own kernels, and fails where kernels of clusters are left out by name.
+    let library = (!cuda_graphs::few_cases()).then(|| {
+        let options = MatmulOptions {
+            row_invariant: true,
+            ..MatmulOptions::default()
+        };
+        Matmul::with_options(&gpu.stream, &options).unwrap()
+    });
     // Fewer tiles than blocks; one a block, full or not; two a block; one chunk and many.
     for (n, k) in cuda_graphs::cases([(72, 64), (408, 320), (2560, 1600), (6144, 512), (24_008, 64)]) {
         let weight = bf16s(&mut rng, n * k, 1.0 / (k as f32).sqrt());
@@ -363,9 +373,9 @@ fn whole_products_agree_with_the_reference_and_with_each_other() {
                 let expected = &whole[from * width..][..rows * width];
                 assert!(part == expected, "{what}, {rows} rows from {from}");
             }
-            if kind == WholeKind::Gated {
+            let (WholeKind::Plain, Some(library)) = (kind, &library) else {
                 continue;
-            }
+            };
             // What `make_batch_invariant` tries for itself, and does without where it is not so.
             let (w, x, y) = (gpu.put(&weight), gpu.put(&x), gpu.poisoned::<bf16>(most * n));
             let dims = MatmulDims { m: most, n, k };
@@ -411,7 +421,10 @@ fn a_row_gives_the_same_bits_in_every_batch_of_a_form_and_at_every_run() {
     let gpu = Gpu::open();
     let products = products(&gpu);
     let mut rng = rng(3);
-    let (n, k) = (1088, 1600);
+    let (n, k) = match cuda_graphs::few_cases() {
+        true => (192, 448),
+        false => (1088, 1600),
+    };
     let weight = bf16s(&mut rng, n * k, 1.0 / (k as f32).sqrt());
     let norm = normals(&mut rng, n, 1.0);
     let bits = |values: &[f32]| -> Vec<u32> { values.iter().map(|x| x.to_bits()).collect() };

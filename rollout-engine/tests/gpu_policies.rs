@@ -10,6 +10,7 @@ use rollout_engine::{Completion, DeviceChoice, Engine, MergeMode, Request};
 const NAMES: [&str; 4] = ["mult-r32", "qv-r8", "lorabias-r4", "dora-r8"];
 
 fn engine(model: &str, batch: usize) -> Engine {
+    let batch = if cuda_graphs::few_cases() { 4 } else { batch };
     Engine::builder()
         .model(repository().join(model))
         .device(DeviceChoice::Cuda(0))

@@ -29,14 +29,19 @@ impl Golden {
     /// Those of a policy: `base`, an adapter of the fixtures, or two with a `+` between them. Few of them, and short ones, if
     /// few cases are wanted.
     pub fn all(policy: &str) -> Vec<Self> {
-        let path = repository().join(format!("fixtures/golden/greedy-{policy}.json"));
-        let json: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-        let mut goldens: Vec<Self> = json.as_array().unwrap().iter().map(Self::one).collect();
+        let mut goldens = Self::every(policy);
         if cuda_graphs::few_cases() {
             goldens.sort_by_key(|golden| golden.completion.len());
             goldens.truncate(4);
         }
         goldens
+    }
+
+    /// All of them, however few cases are wanted.
+    pub fn every(policy: &str) -> Vec<Self> {
+        let path = repository().join(format!("fixtures/golden/greedy-{policy}.json"));
+        let json: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        json.as_array().unwrap().iter().map(Self::one).collect()
     }
 
     fn one(entry: &serde_json::Value) -> Self {
