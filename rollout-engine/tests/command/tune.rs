@@ -64,6 +64,10 @@ fn a_sweep_goes_on_from_its_state_and_leaves_a_profile_that_later_runs_load() {
             .as_f64()
             .is_some_and(|rate| rate > 0.0)
     );
+    assert!(
+        content["options"].get("kernels").is_none(),
+        "the CPU's kernels have no options: {content}"
+    );
     // Whatever was fastest in so short a run: later runs take what the file says.
     content["options"] = serde_json::json!({ "page_size": 32 });
     std::fs::write(&profile, content.to_string()).expect("writable");

@@ -1,12 +1,19 @@
 //! The sweep itself: one choice after the other, from the best set of options so far, until nothing gets better.
+//!
+//! Each set is measured once, so the best of them is first of all the luckiest: on a busy machine, as most CPUs are, equal sets
+//! differ by more than any choice gains. So at the end the best and the defaults are run again, in turn, and every run of
+//! the best must be faster than all of the defaults.
 
 use std::time::Instant;
 
 use super::check::Probe;
 use super::space::Dimension;
-use super::state::{Entry, Outcome, State};
+use super::state::{Duel, Entry, Outcome, State};
 use crate::cli::CliError;
 use crate::tuned::TunedOptions;
+
+/// Runs of the best set of options at the end, and as many of the defaults. Of sets that are equal one in 252 passes.
+pub(super) const RUNS: usize = 5;
 
 /// What a set of options gave: new tokens a second of each part of the workload, and what it computed; or why it cannot be
 /// run.
@@ -40,11 +47,86 @@ pub(super) struct Found {
     pub(super) default: Entry,
     /// Whether it ended by itself rather than at the time limit.
     pub(super) complete: bool,
+    /// What was the best when each set had been measured once, and not when it was run again: the defaults are kept.
+    pub(super) refuted: Option<TunedOptions>,
 }
 
-/// Sweeps; `state` has what earlier runs measured, and gets what this one does. `tell` is called after every set of
-/// options.
+/// Sweeps, and runs the best against the defaults; `state` has what earlier runs measured, and gets what this one does.
+/// `tell` is called after every set of options.
 pub(super) fn search(
+    workload: &mut dyn Workload,
+    dimensions: &[Dimension],
+    rules: &Rules,
+    state: &mut State,
+    tell: &mut Tell<'_>,
+) -> Result<Found, CliError> {
+    let found = sweep(workload, dimensions, rules, state, tell)?;
+    let (options, difference) = match found.best.outcome {
+        Outcome::Measured(_, difference) if found.best != found.default => (found.best.options, difference),
+        _ => return Ok(found),
+    };
+    let duel = match state.duel(&options) {
+        Some(known) => known.clone(),
+        None => {
+            let duel = run_again(workload, options)?;
+            state.add_duel(duel.clone())?;
+            duel
+        }
+    };
+    let default = Entry {
+        outcome: Outcome::measured(&medians(&duel.defaults), 0.0),
+        ..found.default
+    };
+    Ok(match duel.is_won() {
+        true => Found {
+            best: Entry {
+                options,
+                outcome: Outcome::measured(&medians(&duel.ours), difference),
+            },
+            default,
+            ..found
+        },
+        false => Found {
+            best: default.clone(),
+            default,
+            refuted: Some(options),
+            ..found
+        },
+    })
+}
+
+/// Runs options and the defaults in turn, until it is clear that the options are no faster, at most [`RUNS`] times.
+fn run_again(workload: &mut dyn Workload, options: TunedOptions) -> Result<Duel, CliError> {
+    let mut duel = Duel {
+        options,
+        ours: Vec::new(),
+        defaults: Vec::new(),
+    };
+    let mut rates = |options: &TunedOptions| {
+        let refused = |reason| CliError::Failed(format!("what ran before is refused now: {reason}"));
+        let (rates, _) = workload.run(options)?.map_err(refused)?;
+        Ok::<_, CliError>(rates)
+    };
+    while duel.ours.len() < RUNS && duel.is_won() {
+        duel.defaults.push(rates(&TunedOptions::default())?);
+        duel.ours.push(rates(&options)?);
+    }
+    Ok(duel)
+}
+
+/// Of each part of the workload.
+fn medians(runs: &[Vec<f64>]) -> Vec<f64> {
+    let parts = runs.first().map_or(0, Vec::len);
+    let median = |part: usize| {
+        let mut rates: Vec<f64> = runs.iter().map(|run| run[part]).collect();
+        rates.sort_by(f64::total_cmp);
+        rates[rates.len() / 2]
+    };
+    (0..parts).map(median).collect()
+}
+
+/// One measurement of each set of options.
+fn sweep(
     workload: &mut dyn Workload,
     dimensions: &[Dimension],
     rules: &Rules,
@@ -81,11 +163,11 @@ pub(super) fn search(
                 let entry = match state.find(options) {
                     Some(known) => known.clone(),
                     None if late() => {
-                        let complete = false;
                         return Ok(Found {
                             best: winner,
                             default,
-                            complete,
+                            complete: false,
+                            refuted: None,
                         });
                     }
                     None => {
@@ -109,11 +191,11 @@ pub(super) fn search(
             best = winner;
         }
         if best == before {
-            let complete = true;
             return Ok(Found {
                 best,
                 default,
-                complete,
+                complete: true,
+                refuted: None,
             });
         }
     }
@@ -164,10 +246,49 @@ mod tests {
         deadline: None,
     };
 
-    fn sweep(state: &mut State, rules: &Rules) -> (Found, Formula) {
-        let mut workload = Formula::default();
+    fn sweep_of<W: Workload>(mut workload: W, state: &mut State, rules: &Rules) -> (Found, W) {
         let found = search(&mut workload, &space::of_cpu(), rules, state, &mut |_, _, _| ());
         (found.unwrap(), workload)
+    }
+
+    fn sweep(state: &mut State, rules: &Rules) -> (Found, Formula) {
+        sweep_of(Formula::default(), state, rules)
+    }
+
+    /// A machine with other work: rates of equal runs differ by up to a half.
+    struct Noise {
+        /// What pages of 32 gain.
+        gain: f64,
+        runs: u32,
+    }
+
+    impl Workload for Noise {
+        fn run(&mut self, options: &TunedOptions) -> Result<Trial, CliError> {
+            self.runs += 1;
+            let random = self.runs.wrapping_mul(0x9e37_79b9).rotate_left(7) % 1000;
+            let gain = match options.page_size {
+                Some(32) => self.gain,
+                _ => 1.0,
+            };
+            Ok(Ok((vec![gain * (100.0 + f64::from(random) / 20.0)], moved(0.0))))
+        }
+    }
+
+    /// Later runs would load it for ever.
+    #[test]
+    fn what_was_luckiest_is_not_kept_and_what_is_faster_is() {
+        let mut state = State::in_memory();
+        let noise = |gain| Noise { gain, runs: 0 };
+        let (found, workload) = sweep_of(noise(1.0), &mut state, &RULES);
+        assert!(found.refuted.is_some(), "nothing seemed faster: no test");
+        assert_eq!(found.best, found.default);
+        // A run that goes on from there does not ask again until it is lucky.
+        let (again, second) = sweep_of(noise(1.0), &mut state, &RULES);
+        assert_eq!((&again, second.runs), (&found, 1));
+        assert!(workload.runs > 2);
+        let (found, _) = sweep_of(noise(2.0), &mut State::in_memory(), &RULES);
+        assert_eq!((found.best.options.page_size, found.refuted), (Some(32), None));
+        assert!((1.4..2.8).contains(&found.best.over(&found.default)));
     }
 
     #[test]
@@ -189,8 +310,8 @@ mod tests {
                 .iter()
                 .any(|entry| matches!(&entry.outcome, Outcome::Refused(why) if why == "too many"))
         );
-        // But for the defaults, of which the first run warms the device up.
-        let runs = &workload.runs[1..];
+        // But for the defaults, of which the first run warms the device up, and the last ones, which are to be sure.
+        let runs = &workload.runs[1..workload.runs.len() - 2 * RUNS];
         for (i, options) in runs.iter().enumerate() {
             assert!(!runs[..i].contains(options), "{options:?} was measured twice");
         }

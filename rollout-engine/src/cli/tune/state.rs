@@ -39,10 +39,7 @@ impl Entry {
     /// Geometric mean of its rates over another's; 0 for one that cannot be taken.
     pub(super) fn over(&self, other: &Self) -> f64 {
         match (self.rates(), other.rates()) {
-            (Some(ours), Some(theirs)) if ours.len() == theirs.len() && !ours.is_empty() => {
-                let logarithms = ours.iter().zip(theirs).map(|(a, b)| (a / b).ln());
-                (logarithms.sum::<f64>() / ours.len() as f64).exp()
-            }
+            (Some(ours), Some(theirs)) => over(ours, theirs),
             _ => 0.0,
         }
     }
@@ -52,6 +49,31 @@ impl Entry {
             Outcome::Measured(rates, _) => Some(rates),
             _ => None,
         }
+    }
+}
+
+/// Geometric mean of rates over others; 0 for those that cannot be compared.
+pub(super) fn over(ours: &[f64], theirs: &[f64]) -> f64 {
+    if ours.len() != theirs.len() || ours.is_empty() {
+        return 0.0;
+    }
+    let logarithms = ours.iter().zip(theirs).map(|(a, b)| (a / b).ln());
+    (logarithms.sum::<f64>() / ours.len() as f64).exp()
+}
+
+/// Runs of the best set of options and of the defaults, in turn: new tokens a second of each part of the workload.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Duel {
+    pub(super) options: TunedOptions,
+    pub(super) ours: Vec<Vec<f64>>,
+    pub(super) defaults: Vec<Vec<f64>>,
+}
+
+impl Duel {
+    /// Whether every run was faster than all of the defaults.
+    pub(super) fn is_won(&self) -> bool {
+        let beats_all = |ours: &Vec<f64>| self.defaults.iter().all(|theirs| over(ours, theirs) > 1.0);
+        self.ours.iter().all(beats_all)
     }
 }
 
@@ -73,6 +95,8 @@ pub(super) struct About {
 struct File {
     about: About,
     entries: Vec<Entry>,
+    #[serde(default)]
+    duels: Vec<Duel>,
 }
 
 /// All that was measured.
@@ -81,13 +105,14 @@ pub(super) struct State {
     /// `None` keeps nothing.
     file: Option<(PathBuf, About)>,
     entries: Vec<Entry>,
+    duels: Vec<Duel>,
 }
 
 impl State {
     /// That of a file, if there is one, and empty otherwise. What is added is written there.
     pub(super) fn open(path: &Path, about: About) -> Result<Self, CliError> {
         let fail = |reason: String| CliError::Failed(format!("{}: {reason}", path.display()));
-        let entries = match std::fs::read_to_string(path) {
+        let (entries, duels) = match std::fs::read_to_string(path) {
             Ok(text) => {
                 let file: File = serde_json::from_str(&text)
                     .map_err(|error| fail(format!("not the state of a sweep: {error}")))?;
@@ -97,14 +122,15 @@ impl State {
                         path.display()
                     )));
                 }
-                file.entries
+                (file.entries, file.duels)
             }
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => (Vec::new(), Vec::new()),
             Err(error) => return Err(fail(error.to_string())),
         };
         let state = Self {
             file: Some((path.to_path_buf(), about)),
             entries,
+            duels,
         };
         // A place that cannot be written to shows before anything is measured.
         state.write()?;
@@ -116,6 +142,7 @@ impl State {
         Self {
             file: None,
             entries: Vec::new(),
+            duels: Vec::new(),
         }
     }
 
@@ -140,6 +167,15 @@ impl State {
         Ok(entry)
     }
 
+    pub(super) fn duel(&self, options: &TunedOptions) -> Option<&Duel> {
+        self.duels.iter().find(|duel| duel.options == *options)
+    }
+
+    pub(super) fn add_duel(&mut self, duel: Duel) -> Result<(), CliError> {
+        self.duels.push(duel);
+        self.write()
+    }
+
     fn write(&self) -> Result<(), CliError> {
         let Some((path, about)) = &self.file else {
             return Ok(());
@@ -148,6 +184,7 @@ impl State {
         let file = File {
             about: about.clone(),
             entries: self.entries.clone(),
+            duels: self.duels.clone(),
         };
         let text = serde_json::to_string_pretty(&file).map_err(|error| fail(error.to_string()))?;
         let unfinished = path.with_extension("unfinished");
@@ -187,8 +224,15 @@ mod tests {
         ] {
             state.add(options, outcome).unwrap();
         }
+        let duel = Duel {
+            options,
+            ours: vec![vec![3.0]],
+            defaults: vec![vec![2.5]],
+        };
+        state.add_duel(duel.clone()).unwrap();
         let again = State::open(&path, about()).unwrap();
         assert_eq!(again.entries(), state.entries());
+        assert_eq!(again.duel(&options), Some(&duel));
         assert_eq!(again.find(&options), Some(&state.entries()[0]));
         assert_eq!(again.thrown_out().count(), 1);
         let other = About {
