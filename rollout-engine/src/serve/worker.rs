@@ -7,6 +7,10 @@
 //! Channels to jobs are unbounded, so that a slow reader never holds up a step; what they can hold is bounded by the
 //! tokens that the job asked for. Nothing here waits for a client.
 
+mod policies;
+#[cfg(test)]
+mod tests;
+
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -19,12 +23,11 @@ use tokio::sync::oneshot;
 
 use super::command::{Command, Job, JobEvent, JobId, PauseId, PauseMode, PromptJob};
 use super::error::ApiError;
-use super::policy::{Base, Policies, Policy};
+use super::policy::{Policies, Policy};
 use super::queue::{Next, PolicyQueue};
 use super::side_by_side::SideBySide;
 use super::snapshot::Shared;
 use crate::Error;
-use crate::adapters::AdapterSource;
 use crate::completion::{Completion, Event, RequestId};
 use crate::engine::Engine;
 use crate::request::{Request, SamplingParams};
@@ -257,9 +260,11 @@ impl Worker {
             }
             Command::Drain => {
                 self.draining = true;
-                if self.pause != Pause::Off {
+                if self.pause == Pause::On {
                     self.fail_all(&ApiError::unavailable("the server is shutting down"));
                 }
+                // What runs finishes, also if a caller waits for just that.
+                self.resume();
             }
             Command::Stop => self.stopped = true,
         }
@@ -375,83 +380,6 @@ impl Worker {
         }
     }
 
-    /// Puts a policy in force if that disturbs nothing. Whether it is.
-    fn prepare(&mut self, policy: &Arc<Policy>) -> Result<bool, String> {
-        if self.group(policy) != self.group(&self.policy) {
-            if !self.live.is_empty() {
-                return Ok(false);
-            }
-            self.switch_to(policy)?;
-        }
-        self.add(policy).map(|()| true)
-    }
-
-    /// Puts a policy in force beside the others, where they are side by side.
-    fn add(&mut self, policy: &Arc<Policy>) -> Result<(), String> {
-        let (Some(side_by_side), Some(engine)) = (&mut self.side_by_side, &mut self.engine) else {
-            return Ok(());
-        };
-        let added = side_by_side.add(engine, policy, |policy| in_use(&self.jobs, policy));
-        added.map_err(|error| self.told(&error))
-    }
-
-    /// Gives up adapters beside the weights that nobody needs.
-    fn tidy(&mut self) {
-        let (Some(side_by_side), Some(engine)) = (&mut self.side_by_side, &mut self.engine) else {
-            return;
-        };
-        if let Err(error) = side_by_side.tidy(engine, |policy| in_use(&self.jobs, policy)) {
-            tracing::warn!(%error, "adapters that nobody needs are kept");
-        }
-    }
-
-    /// Puts a policy in force. Nothing must run.
-    fn switch_to(&mut self, policy: &Arc<Policy>) -> Result<(), String> {
-        if policy.base.number != self.policy.base.number || self.engine.is_none() {
-            policy.base.still_there()?;
-            // One engine at a time: there may be no memory for two.
-            self.engine = None;
-            match self.open(&policy.base) {
-                Ok(engine) => self.engine = Some(engine),
-                Err(error) => {
-                    let current = self.policy.clone();
-                    self.engine = self.open(&current.base).ok();
-                    self.apply(&current).map_err(|lost| format!("{error}; {lost}"))?;
-                    return Err(error);
-                }
-            }
-        }
-        self.apply(policy)?;
-        tracing::info!(policy = policy.name, version = policy.version, "policy in force");
-        self.policy = policy.clone();
-        self.queue.switched(self.group(policy), Instant::now());
-        self.shared.count_switch();
-        Ok(())
-    }
-
-    /// An engine over these weights, and no others that have taken their place.
-    fn open(&mut self, base: &Base) -> Result<Engine, String> {
-        let opened = (self.reopen)(base.dir.as_deref());
-        let mut engine = opened.map_err(|error| self.told(&error))?;
-        // Only now: what was opened stays as it is.
-        base.still_there()?;
-        engine.favor_latency();
-        Ok(engine)
-    }
-
-    fn apply(&mut self, policy: &Policy) -> Result<(), String> {
-        if let Some(side_by_side) = &mut self.side_by_side {
-            // It came with the engine.
-            side_by_side.forget();
-            return Ok(());
-        }
-        let engine = self.engine.as_mut().ok_or("the engine is gone")?;
-        let sources = policy.adapter.iter();
-        let sources = sources.map(|adapter| (AdapterSource::from(adapter.clone()), 1.0));
-        let applied = engine.load_adapters(sources).map(|_| ());
-        applied.map_err(|error| self.told(&error))
-    }
-
     fn step(&mut self) {
         let Some(engine) = &mut self.engine else { return };
         if !engine.has_unfinished() {
@@ -471,12 +399,30 @@ impl Worker {
                 // The engine has given up all requests that it had.
                 tracing::error!(%error, "a step failed");
                 let error = ApiError::internal(self.told(&error));
-                let mut jobs: Vec<_> = self.live.values().map(|live| live.job).collect();
-                jobs.sort_unstable();
-                jobs.dedup();
-                jobs.into_iter().for_each(|job| self.fail(job, error.clone()));
+                self.fail_live(&error);
             }
         }
+    }
+
+    /// Fails all jobs that the engine has something of.
+    fn fail_live(&mut self, error: &ApiError) {
+        let mut jobs: Vec<_> = self.live.values().map(|live| live.job).collect();
+        jobs.sort_unstable();
+        jobs.dedup();
+        jobs.into_iter().for_each(|job| self.fail(job, error.clone()));
+    }
+
+    /// To be called after an error of the engine outside of [`Worker::step`]: if it was one of a step that was under way, the
+    /// engine has given up all its requests, and nothing more comes of them.
+    fn after_error(&mut self, error: &str) {
+        let Some(engine) = &mut self.engine else { return };
+        if self.live.is_empty() || engine.scheduler().has_unfinished() {
+            return;
+        }
+        // What steps before it have brought about is there to be taken, and nothing else is done.
+        let events = engine.step().unwrap_or_default();
+        events.into_iter().for_each(|event| self.deliver(event));
+        self.fail_live(&ApiError::internal(error));
     }
 
     fn deliver(&mut self, event: Event) {
@@ -573,9 +519,4 @@ impl Worker {
 
 fn not_in_force(policy: &Policy, reason: &str) -> ApiError {
     ApiError::internal(format!("{:?} cannot be put in force: {reason}", policy.name))
-}
-
-/// Whether a request that has not ended asks for a policy.
-fn in_use(jobs: &HashMap<JobId, JobState>, policy: &Policy) -> bool {
-    jobs.values().any(|job| job.policy.version == policy.version)
 }

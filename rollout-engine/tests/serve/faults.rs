@@ -307,6 +307,29 @@ fn at_its_end_it_finishes_what_it_has() {
     ended.join().expect("ends without a panic");
 }
 
+/// It failed them, where it lets requests finish that no pause holds.
+#[test]
+fn at_its_end_it_finishes_what_a_pause_waits_for() {
+    let mut server = fake(|_| {});
+    server.gate.close();
+    let address = server.address;
+    let body = completion_body("base", &[1, 2, 3], 20);
+    let request = std::thread::spawn(move || crate::client::post(address, "/v1/completions", &body));
+    server.gate.wait_for_steps(1);
+    let pausing = std::thread::spawn(move || crate::client::post(address, "/pause?mode=wait", &json!({})));
+    server
+        .gate
+        .pass_until(|| server.metric("rollout_paused") == 1.0 || request.is_finished());
+    let ended = server.shut_down();
+    wait_until("the listener's end", || {
+        std::net::TcpStream::connect(address).is_err()
+    });
+    server.gate.open();
+    request.join().expect("no panic").ok();
+    pausing.join().expect("no panic").ok();
+    ended.join().expect("ends without a panic");
+}
+
 #[test]
 fn at_its_end_it_does_not_wait_for_ever() {
     let mut server = fake(|settings| settings.limits.drain_timeout = Duration::from_millis(200));

@@ -1,9 +1,12 @@
 //! Adapters at run time: requests under several policies in one batch, each as if it were alone.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rollout_engine::serve::Server;
-use rollout_engine::{Engine, EngineBuilder, FakeRunner, MergeMode, Request, SamplingParams, bundled};
+use rollout_engine::{
+    Engine, EngineBuilder, FakeRunner, MergeMode, Request, RunnerShape, SamplingParams, bundled,
+};
 use serde_json::{Value, json};
 
 use crate::model::builder;
@@ -209,4 +212,44 @@ fn clients_of_one_bf16_base_get_the_bits_of_each_policy_alone() {
 fn clients_of_one_base_in_4_bits_get_the_bits_of_each_policy_alone() {
     let dir: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/tiny-qwen3-math-bnb-nf4");
     check(|| builder().model(dir.clone()));
+}
+
+/// The engine gives all requests up then; nobody told their clients, who waited for ever.
+#[test]
+fn a_step_that_fails_while_an_adapter_comes_fails_its_requests() {
+    let shape = RunnerShape {
+        max_in_flight: 2,
+        ..long_shape()
+    };
+    let server = fake_in(MergeMode::Unmerged, FakeRunner::new(shape), |_| {});
+    server.gate.close();
+    // The second step is still under way when the adapter comes.
+    server.gate.lose_results_of(2);
+    std::thread::scope(|scope| {
+        let running = scope.spawn(|| server.complete("base", &[1, 2, 3], 900));
+        server.gate.wait_for_steps(1);
+        server.gate.pass_one();
+        server.gate.wait_for_steps(2);
+        let loading = scope.spawn(|| server.load("a", &adapters().join("qv-r8")));
+        wait_until("the adapter", || {
+            server.get("/v1/models").text().contains("\"a\"")
+        });
+        std::thread::sleep(Duration::from_millis(100));
+        server.gate.pass_one();
+        let error = loading.join().expect("no panic").error(400);
+        assert!(
+            error["message"]
+                .as_str()
+                .is_some_and(|m| m.contains("results are lost"))
+        );
+        let error = running.join().expect("no panic").error(500);
+        assert!(
+            error["message"]
+                .as_str()
+                .is_some_and(|m| m.contains("results are lost"))
+        );
+    });
+    server.gate.open();
+    let answer = server.complete("base", &[1, 2, 3], 5).ok();
+    assert!(of_one_policy(&[1, 2, 3], &token_ids(&answer["choices"][0])));
 }

@@ -32,6 +32,9 @@ struct GateState {
     steps: usize,
     /// The next step panics.
     breaks: bool,
+    /// Results collected, and which of them fails, from 1.
+    collected: usize,
+    lost: usize,
     /// What the next step and all after it return.
     error: Option<fn() -> Error>,
 }
@@ -49,6 +52,23 @@ impl Gate {
     /// Lets the next step panic.
     pub(crate) fn break_next(&self) {
         self.0.0.lock().expect("no panic").breaks = true;
+    }
+
+    /// Lets the results of one step be lost.
+    pub(crate) fn lose_results_of(&self, step: usize) {
+        self.0.0.lock().expect("no panic").lost = step;
+    }
+
+    fn collect(&self) -> Result<(), Error> {
+        let mut state = self.0.0.lock().expect("no panic");
+        state.collected += 1;
+        match state.collected == state.lost {
+            true => Err(Error::Runner {
+                device: "fake".into(),
+                reason: "results are lost".into(),
+            }),
+            false => Ok(()),
+        }
     }
 
     /// Lets steps fail from now on.
@@ -123,6 +143,7 @@ impl Runner for Gated {
         self.inner.submit(step, pages)
     }
     fn collect(&mut self) -> Result<Vec<SampledToken>, Error> {
+        self.gate.collect()?;
         self.inner.collect()
     }
     fn reset(&mut self) {
