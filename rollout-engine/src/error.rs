@@ -143,6 +143,13 @@ pub enum Error {
     #[error("the engine has ended by a fault, which its own message describes: please report it")]
     EngineEnded,
 
+    /// A server was to end, but its engine's thread is lost in something that does not return.
+    #[error("the server ends without its engine's thread: {reason}")]
+    EngineHangs {
+        /// What it is at, and for how long.
+        reason: String,
+    },
+
     /// What a server's engine computes on has broken: [`Error::device_is_lost`].
     #[error("the device is lost, and only a new process can use it again: {reason}")]
     DeviceLost {

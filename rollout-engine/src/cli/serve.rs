@@ -83,6 +83,12 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "N", value_parser = seconds)]
     pause_timeout: Option<Duration>,
 
+    /// Seconds that the engine may take for one step, or for opening weights or applying adapters, before it is taken to hang
+    /// (a kernel that never ends, a driver that blocks): `/health` answers 503 from then on, until it gets on again. Pauses do
+    /// not count. 0: never.
+    #[arg(long, value_name = "N", default_value = "900", value_parser = seconds_or_0)]
+    watchdog_timeout: Duration,
+
     /// Seconds that requests under way have to finish after SIGTERM or Ctrl-C. A second signal ends at once.
     #[arg(long, value_name = "N", default_value_t = 60)]
     drain_timeout: u64,
@@ -208,6 +214,7 @@ fn settings(args: &ServeArgs) -> Result<ServeSettings, CliError> {
     settings.limits.max_connections = args.max_connections;
     settings.limits.max_body_bytes = args.max_body_bytes;
     settings.pause_timeout = args.pause_timeout;
+    settings.watchdog_timeout = Some(args.watchdog_timeout);
     settings.limits.drain_timeout = Duration::from_secs(args.drain_timeout);
     Ok(settings)
 }
@@ -276,12 +283,16 @@ fn named_folder(text: &str) -> Result<(String, PathBuf), String> {
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds = text
-        .parse()
-        .ok()
-        .and_then(|x| Duration::try_from_secs_f64(x).ok());
-    let time = seconds.filter(|time| !time.is_zero());
-    time.ok_or_else(|| "use a number of seconds above 0".into())
+    match seconds_or_0(text) {
+        Ok(time) if !time.is_zero() => Ok(time),
+        _ => Err("use a number of seconds above 0".into()),
+    }
+}
+
+fn seconds_or_0(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok();
+    let time = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    time.ok_or_else(|| "use a number of seconds".into())
 }
 
 fn logprobs_mode(text: &str) -> Result<LogprobsMode, String> {

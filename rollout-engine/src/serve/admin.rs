@@ -30,9 +30,11 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Answer {
     if app.engine.is_draining() {
         return Err(ApiError::unavailable("the server is shutting down"));
     }
-    match app.shared.snapshot().healthy {
-        true => Ok(ok(&json!({ "status": "ok" }))),
-        false => Err(ApiError::unavailable("the engine has ended")),
+    let snapshot = app.shared.snapshot();
+    match (snapshot.healthy, snapshot.hang) {
+        (true, _) => Ok(ok(&json!({ "status": "ok" }))),
+        (false, Some(hang)) => Err(ApiError::unavailable(hang.to_string()).code("engine_hangs")),
+        (false, None) => Err(ApiError::unavailable("the engine has ended")),
     }
 }
 

@@ -122,7 +122,7 @@ pub(super) fn render(app: &App) -> String {
         ),
         (
             "rollout_healthy",
-            "1 while there is an engine.",
+            "1 while there is an engine that gets on.",
             f64::from(u8::from(snapshot.healthy)),
         ),
         (

@@ -58,6 +58,7 @@ mod snapshot;
 mod stream;
 mod text;
 mod tokens;
+mod watchdog;
 mod worker;
 
 pub use server::Server;

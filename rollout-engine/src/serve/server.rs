@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use qwen3_model::{GenerationConfig, Qwen3Config};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::unbounded_channel;
+use tokio::task::JoinSet;
 
 use super::admin::read_adapter;
 use super::app::{App, ModelInfo};
@@ -18,6 +19,7 @@ use super::policy::{Base, Policies};
 use super::router::router;
 use super::settings::ServeSettings;
 use super::snapshot::Shared;
+use super::watchdog::Watchdog;
 use super::worker::{Reopen, Worker};
 use crate::Error;
 use crate::builder::EngineBuilder;
@@ -131,7 +133,7 @@ impl Server {
             base,
             settings.max_adapters,
         ));
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared::new(Watchdog::new(settings.watchdog_timeout)));
         let (commands, receiver) = unbounded_channel();
         let worker = Worker::new(
             engine,
@@ -185,19 +187,31 @@ impl Server {
     ///
     /// # Errors
     /// [`Error::EngineEnded`] if the engine's thread has panicked, [`Error::DeviceLost`] if nothing on the device works any
-    /// more. The server ends then, too, so that whatever supervises it can start it anew.
+    /// more. The server ends then, too, so that whatever supervises it can start it anew. [`Error::EngineHangs`] if it is to
+    /// end and the engine's thread does not ([`ServeSettings::watchdog_timeout`]); that thread is left behind.
     pub async fn run(
         mut self,
         listener: TcpListener,
         shutdown: impl Future<Output = ()>,
     ) -> Result<(), Error> {
         let router = router(&self.app);
+        let shared = self.app.shared.clone();
+        // Ends when it is dropped, whichever way this function ends.
+        let mut watch = JoinSet::new();
+        watch.spawn(async move { shared.watchdog.watch().await });
         listener::run(listener, router, self.app.clone(), shutdown).await;
         self.app.engine.stop();
         let Some(thread) = self.thread.take() else {
             return Ok(());
         };
-        // It ends after the step under way.
+        // It ends after the step under way, if that ever ends.
+        tokio::select! {
+            biased;
+            () = self.app.shared.ended() => {}
+            hang = self.app.shared.watchdog.hangs() => {
+                return Err(Error::EngineHangs { reason: hang.to_string() });
+            }
+        }
         match tokio::task::spawn_blocking(move || thread.join()).await {
             Ok(Ok(ended)) => ended,
             _ => Err(Error::EngineEnded),

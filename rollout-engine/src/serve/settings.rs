@@ -25,6 +25,10 @@ pub struct ServeSettings {
     /// Time after which paused generation goes on by itself, where `/pause` names none: a trainer that has ended does not
     /// resume it. Default: none, it stays paused.
     pub pause_timeout: Option<Duration>,
+    /// Time that the engine may take for one step, or for opening weights or applying adapters, before it is taken to hang:
+    /// `/health` answers 503 from then on, until it gets on again. A pause is no hang. Zero or none notices nothing.
+    /// Default: 15 min, which long prompts and large models on slow disks do not reach.
+    pub watchdog_timeout: Option<Duration>,
     /// Bounds on what clients may ask for and use.
     pub limits: Limits,
 }
@@ -123,6 +127,7 @@ impl Default for ServeSettings {
             logprobs_mode: LogprobsMode::default(),
             policy_patience: Duration::from_secs(1),
             pause_timeout: None,
+            watchdog_timeout: Some(Duration::from_secs(900)),
             limits: Limits::default(),
         }
     }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::policy::Policy;
+use super::watchdog::{Hang, Watchdog};
 use crate::engine::Engine;
 use crate::statistics::Statistics;
 
@@ -25,13 +26,16 @@ pub(super) struct Snapshot {
     /// Adapters in force beside that one.
     pub(super) beside: Vec<Arc<Policy>>,
     pub(super) paused: bool,
-    /// Whether there is an engine.
+    /// Whether there is an engine that gets on.
     pub(super) healthy: bool,
+    /// Why it does not get on.
+    pub(super) hang: Option<Hang>,
 }
 
 /// Shared between the engine's thread and everyone else.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Shared {
+    pub(super) watchdog: Watchdog,
     snapshot: Mutex<Snapshot>,
     /// Counters of engines that were replaced, and of this one.
     switches: AtomicU64,
@@ -40,6 +44,16 @@ pub(super) struct Shared {
 }
 
 impl Shared {
+    pub(super) fn new(watchdog: Watchdog) -> Self {
+        Self {
+            watchdog,
+            snapshot: Mutex::default(),
+            switches: AtomicU64::default(),
+            busy_micros: AtomicU64::default(),
+            ended: watch::Sender::default(),
+        }
+    }
+
     pub(super) fn publish(
         &self,
         engine: Option<&Engine>,
@@ -70,11 +84,12 @@ impl Shared {
         snapshot.healthy = engine.is_some();
     }
 
-    /// The engine as it was after its last step.
+    /// The engine as it was after its last step, and whether it gets on now.
     pub(super) fn snapshot(&self) -> Snapshot {
         let snapshot = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
         let mut snapshot = snapshot.clone();
-        snapshot.healthy &= !*self.ended.borrow();
+        snapshot.hang = self.watchdog.hang();
+        snapshot.healthy &= !*self.ended.borrow() && snapshot.hang.is_none();
         snapshot
     }
 
@@ -98,6 +113,7 @@ impl Shared {
 
     /// The engine's thread is over.
     pub(super) fn end(&self) {
+        self.watchdog.rests();
         self.ended.send_replace(true);
     }
 

@@ -27,6 +27,7 @@ use super::policy::{Policies, Policy};
 use super::queue::{Next, PolicyQueue};
 use super::side_by_side::SideBySide;
 use super::snapshot::Shared;
+use super::watchdog::Task;
 use crate::Error;
 use crate::completion::{Completion, Event, RequestId};
 use crate::engine::Engine;
@@ -145,6 +146,7 @@ impl Worker {
         self.publish();
         while !self.stopped {
             if !self.has_work() {
+                self.shared.watchdog.rests();
                 match self.commands.blocking_recv() {
                     Some(command) => self.handle(command),
                     None => break,
@@ -170,6 +172,7 @@ impl Worker {
             }
             self.publish();
         }
+        self.shared.watchdog.begins(Task::Closing);
         let lost = self.lost.take();
         self.fail_all(&match &lost {
             None => ApiError::unavailable("the server is shutting down"),
@@ -219,6 +222,7 @@ impl Worker {
     }
 
     fn handle(&mut self, command: Command) {
+        self.shared.watchdog.begins(Task::Command);
         // A caller that has gone away needs no answer.
         match command {
             Command::Submit(id, job) => self.submit(id, job),
@@ -386,7 +390,10 @@ impl Worker {
             return;
         }
         let begin = Instant::now();
-        match engine.step() {
+        self.shared.watchdog.begins(Task::Step);
+        let stepped = engine.step();
+        self.shared.watchdog.begins(Task::BetweenSteps);
+        match stepped {
             Ok(events) => {
                 self.shared.count_busy(begin.elapsed());
                 // Whoever has an answer finds it counted.

@@ -117,6 +117,24 @@ fn a_pause_that_nobody_ends_is_logged_when_its_time_is_over() {
 
 #[test]
 #[cfg(unix)]
+fn a_step_that_takes_longer_than_the_watchdog_waits_is_logged_once_and_so_is_its_end() {
+    let serving = Serving::start(&["--watchdog-timeout", "0.002"]);
+    let address = serving.address;
+    // One step of hundreds of prompt tokens, and no other.
+    let body = json!({ "model": "tiny-qwen3-math", "prompt": vec![7; 500], "max_tokens": 1 });
+    post(address, "/v1/completions", &body).ok();
+    wait_until("health", || get(address, "/health").status == 200);
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    // To end in order takes longer, too.
+    serving.signal("-KILL");
+    let (_, rest) = serving.end();
+    for line in ["the engine hangs: it has been", "the engine gets on again"] {
+        assert_eq!(rest.matches(line).count(), 1, "{rest}");
+    }
+}
+
+#[test]
+#[cfg(unix)]
 fn a_second_signal_ends_at_once() {
     let serving = Serving::start(&[]);
     let address = serving.address;
@@ -206,6 +224,7 @@ fn what_cannot_be_served_is_one_line_and_an_exit_code() {
         (&["--model", "/none/such", "--device", "cpu"], 1, "/none/such"),
         (&["--adapter", "x=/none/such", "--device", "cpu"], 1, "/none/such"),
         (&["--pause-timeout", "0"], 2, "--pause-timeout"),
+        (&["--watchdog-timeout", "soon"], 2, "--watchdog-timeout"),
         (
             &["--device", "cpu", "--no-capture-cudagraph"],
             2,

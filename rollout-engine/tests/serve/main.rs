@@ -11,4 +11,5 @@ mod pause;
 mod policies;
 mod side_by_side;
 mod support;
+mod watchdog;
 mod weights;

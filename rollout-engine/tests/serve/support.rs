@@ -30,6 +30,8 @@ struct GateState {
     passes: usize,
     /// Steps begun.
     steps: usize,
+    /// Changes of policy wait.
+    changes_held: bool,
     /// The next step panics.
     breaks: bool,
     /// Results collected, and which of them fails, from 1.
@@ -47,6 +49,19 @@ impl Gate {
     /// Makes every step take some time.
     pub(crate) fn slow(&self, delay: Duration) {
         self.0.0.lock().expect("no panic").delay = delay;
+    }
+
+    /// Makes changes of policy wait, or lets them go on.
+    pub(crate) fn hold_changes(&self, held: bool) {
+        self.0.0.lock().expect("no panic").changes_held = held;
+        self.0.1.notify_all();
+    }
+
+    fn change(&self) {
+        let mut state = self.0.0.lock().expect("no panic");
+        while state.changes_held {
+            state = self.0.1.wait(state).expect("no panic");
+        }
     }
 
     /// Lets the next step panic.
@@ -153,6 +168,7 @@ impl Runner for Gated {
         self.inner.policy()
     }
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<PolicyUpdate, Error> {
+        self.gate.change();
         self.inner.set_adapters(active, mode)
     }
     fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<PolicyUpdate, Error> {
@@ -205,12 +221,17 @@ impl Running {
 
     /// Tells the server to end, and gives back what waits for that.
     pub(crate) fn shut_down(&mut self) -> std::thread::JoinHandle<()> {
-        let _ = self.stop.take().expect("not shut down yet").send(());
+        self.tell_to_end();
         let thread = self.thread.take().expect("not shut down yet");
         std::thread::spawn(move || thread.join().expect("no panic").expect("ends well"))
     }
 
-    /// Waits for a server that ends without being told to.
+    /// Tells the server to end.
+    pub(crate) fn tell_to_end(&mut self) {
+        let _ = self.stop.take().expect("not shut down yet").send(());
+    }
+
+    /// Waits for a server to end, be it told to or not.
     pub(crate) fn ended(&mut self) -> Result<(), Error> {
         let thread = self.thread.take().expect("not shut down yet");
         wait_until("the server's end", || thread.is_finished());
@@ -221,6 +242,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.gate.open();
+        self.gate.hold_changes(false);
         if let (Some(stop), Some(thread)) = (self.stop.take(), self.thread.take()) {
             let _ = stop.send(());
             let joined = thread.join();

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::super::command::JobId;
 use super::super::policy::{Base, Policy};
+use super::super::watchdog::Task;
 use super::{JobState, Worker};
 use crate::adapters::AdapterSource;
 use crate::engine::Engine;
@@ -27,6 +28,7 @@ impl Worker {
         let (Some(side_by_side), Some(engine)) = (&mut self.side_by_side, &mut self.engine) else {
             return Ok(());
         };
+        self.shared.watchdog.begins(Task::ApplyingAdapters);
         let added = side_by_side.add(engine, policy, |policy| in_use(&self.jobs, policy));
         added.map_err(|error| {
             let error = self.told(&error);
@@ -40,6 +42,7 @@ impl Worker {
         let (Some(side_by_side), Some(engine)) = (&mut self.side_by_side, &mut self.engine) else {
             return;
         };
+        self.shared.watchdog.begins(Task::ApplyingAdapters);
         if let Err(error) = side_by_side.tidy(engine, |policy| in_use(&self.jobs, policy)) {
             tracing::warn!(%error, "adapters that nobody needs are kept");
             let error = self.told(&error);
@@ -82,6 +85,7 @@ impl Worker {
 
     /// An engine over these weights, and no others that have taken their place.
     fn open(&mut self, base: &Base) -> Result<Engine, String> {
+        self.shared.watchdog.begins(Task::OpeningWeights);
         let opened = (self.reopen)(base.dir.as_deref());
         let mut engine = opened.map_err(|error| self.told(&error))?;
         // Only now: what was opened stays as it is.
@@ -92,6 +96,7 @@ impl Worker {
 
     /// If that fails, the engine is as it was.
     fn apply(&mut self, policy: &Policy) -> Result<(), String> {
+        self.shared.watchdog.begins(Task::ApplyingAdapters);
         if let Some(side_by_side) = &mut self.side_by_side {
             // It came with the engine.
             side_by_side.forget();

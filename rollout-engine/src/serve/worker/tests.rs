@@ -3,6 +3,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::mpsc::unbounded_channel;
 
 use super::super::policy::Base;
+use super::super::watchdog::Watchdog;
 use super::*;
 use crate::fake_runner::FakeRunner;
 use crate::runner::{Runner, RunnerShape};
@@ -37,7 +38,7 @@ fn worker(reopen: Reopen) -> (Worker, Arc<Policy>) {
         policies,
         Duration::ZERO,
         commands,
-        Arc::new(Shared::default()),
+        Arc::new(Shared::new(Watchdog::new(None))),
     );
     (worker, Arc::new(other))
 }
