@@ -199,6 +199,22 @@ pub enum Error {
         /// The column of the first such element.
         column: usize,
     },
+    /// A factor of an adapter beside its weight is not finite in the format that it is applied in: the adapter, or what
+    /// its scaling makes of it, is too large.
+    #[error("module `{module}`: factor `{factor}` at row {row}, column {column} is too large for {format}")]
+    FactorNotFinite {
+        /// The module's name.
+        module: String,
+        /// `lora_A` `[rank, in]`; `lora_B` `[out, rank]`, with its scaling and DoRA's row factor; `gain` `[out, 1]`,
+        /// DoRA's factor on the base product. Ranks of several active adapters are counted on.
+        factor: &'static str,
+        /// The row of the first such element.
+        row: usize,
+        /// The column of the first such element.
+        column: usize,
+        /// `f32` or `bf16`.
+        format: &'static str,
+    },
     /// A slice does not have the length that the shape implies.
     #[error("{what} has {found} elements, expected {expected}")]
     Length {
@@ -255,6 +271,23 @@ pub enum Error {
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] cuda_graphs::Error),
+}
+
+impl Error {
+    /// Names the module in an error of something that knows its module's values but not its name, such as
+    /// [`ModuleUpdate::unmerged`](crate::ModuleUpdate::unmerged). An error that names one already, or none at all, stays.
+    #[must_use]
+    pub fn in_module(mut self, name: &str) -> Self {
+        if let Self::Module { module, .. }
+        | Self::ZeroNorm { module, .. }
+        | Self::MergedNotFinite { module, .. }
+        | Self::FactorNotFinite { module, .. } = &mut self
+            && module.is_empty()
+        {
+            name.clone_into(module);
+        }
+        self
+    }
 }
 
 /// Result with this crate's [`Error`].

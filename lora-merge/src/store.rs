@@ -362,7 +362,7 @@ impl<S: PristineSource> MergedStore<S> {
                 });
             }
             let (merged, was_applied) = (slot.merged.is_some(), slot.applied.is_some());
-            let named = |error| name(error, &self.resolver.specs()[module]);
+            let named = |error: Error| error.in_module(&self.resolver.specs()[module].name);
             let bias = match update {
                 Some(update) => update.bias(self.source.bias(module)).map_err(named)?,
                 None => None,
@@ -386,7 +386,7 @@ impl<S: PristineSource> MergedStore<S> {
                 if let Some(update) = weight {
                     self.step(RefreshStep::Prepare(module))?;
                     let w0 = scratch.as_deref().or(self.source.slice(module)).unwrap_or(&[]);
-                    let named = |error| name(error, &self.resolver.specs()[module]);
+                    let named = |error: Error| error.in_module(&self.resolver.specs()[module].name);
                     let factors = RowFactors::new(w0, update).map_err(named)?;
                     planned.applied = Some(Applied {
                         update: update.clone(),
@@ -414,7 +414,7 @@ impl<S: PristineSource> MergedStore<S> {
                 let mut storage = allocate(spec)?;
                 let w0 = w0.as_deref().or(self.source.slice(module)).unwrap_or(&[]);
                 let outcome = merge_with(w0, &applied.update, &applied.factors, &mut storage);
-                planned.outcome = outcome.map_err(|e| name(e, spec))?;
+                planned.outcome = outcome.map_err(|e| e.in_module(&spec.name))?;
                 storage
             }
             // Only a weight that is read again comes here without an update: it goes back to what was read.
@@ -466,7 +466,7 @@ impl<S: PristineSource> MergedStore<S> {
                 let w0 = self.source.slice(module).unwrap_or(&[]);
                 planned.outcome = match &planned.applied {
                     Some(applied) => merge_with(w0, &applied.update, &applied.factors, merged)
-                        .map_err(|e| name(e, &self.resolver.specs()[module]))?,
+                        .map_err(|e| e.in_module(&self.resolver.specs()[module].name))?,
                     None => copy(w0, merged),
                 };
             }
@@ -537,22 +537,6 @@ impl<S> fmt::Debug for MergedStore<S> {
             .field("modules", &self.resolver.specs().len())
             .field("merged", &merged)
             .finish_non_exhaustive()
-    }
-}
-
-/// Puts the module's name into an error from below.
-fn name(error: Error, spec: &ModuleSpec) -> Error {
-    match error {
-        Error::ZeroNorm { row, .. } => Error::ZeroNorm {
-            module: spec.name.clone(),
-            row,
-        },
-        Error::MergedNotFinite { row, column, .. } => Error::MergedNotFinite {
-            module: spec.name.clone(),
-            row,
-            column,
-        },
-        other => other,
     }
 }
 

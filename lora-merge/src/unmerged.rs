@@ -45,8 +45,8 @@ impl ModuleUpdate {
     ///
     /// # Errors
     /// [`Error::Module`] if DoRA is used and `w0` is `None`; [`Error::Length`]; [`Error::ZeroNorm`];
-    /// [`Error::MergedNotFinite`] for a factor or gain that f32 cannot hold, `column` being its place along the rank (0 for
-    /// a gain), with `module` empty. Panics: none.
+    /// [`Error::FactorNotFinite`] for a factor or gain that f32 cannot hold. `module` is empty in all of them:
+    /// [`Error::in_module`]. Panics: none.
     pub fn unmerged(&self, w0: Option<&[bf16]>) -> Result<UnmergedUpdate> {
         let (rows, columns) = self.shape();
         let factors = match w0 {
@@ -78,17 +78,17 @@ impl ModuleUpdate {
         }
         let gain: Option<Vec<f32>> = factors.gain().map(|g| g.iter().map(|g| *g as f32).collect());
         // The factors of an adapter are finite, but not what scaling makes of them.
-        let place = |values: &[f32], width: usize| {
-            let index = values.iter().position(|v| !v.is_finite())?;
-            Some((index / width, index % width))
-        };
-        let found = place(&b, rank).or_else(|| place(gain.as_deref()?, 1));
-        if let Some((row, column)) = found {
-            return Err(Error::MergedNotFinite {
-                module: String::new(),
-                row,
-                column,
-            });
+        let gains = gain.as_deref().unwrap_or_default();
+        for (factor, values, columns) in [("lora_B", &b[..], rank), ("gain", gains, 1)] {
+            if let Some(index) = values.iter().position(|v| !v.is_finite()) {
+                return Err(Error::FactorNotFinite {
+                    module: String::new(),
+                    factor,
+                    row: index / columns,
+                    column: index % columns,
+                    format: "f32",
+                });
+            }
         }
         Ok(UnmergedUpdate { rank, a, b, gain })
     }

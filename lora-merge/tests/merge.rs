@@ -381,9 +381,11 @@ fn what_f32_cannot_hold_is_an_error_at_run_time_too() {
     let update = ModuleUpdate::from_terms(2, 1, vec![term.clone()]).unwrap();
     assert!(matches!(
         update.unmerged(None),
-        Err(Error::MergedNotFinite {
+        Err(Error::FactorNotFinite {
+            factor: "lora_B",
             row: 1,
             column: 1,
+            format: "f32",
             ..
         })
     ));
@@ -396,9 +398,11 @@ fn what_f32_cannot_hold_is_an_error_at_run_time_too() {
     let small = [bf16::ONE, bf16::from_f32(1e-3)];
     assert!(matches!(
         update.unmerged(Some(&small)),
-        Err(Error::MergedNotFinite {
+        Err(Error::FactorNotFinite {
+            factor: "gain",
             row: 1,
             column: 0,
+            format: "f32",
             ..
         })
     ));

@@ -145,8 +145,9 @@ pub trait Backend {
     /// Every sequence is computed under policy 0 until [`set_slot_policy`](Backend::set_slot_policy) says otherwise.
     ///
     /// # Errors
-    /// [`Error::Adapter`] for an adapter that does not fit or replaces a whole module, and [`Error::AdapterMode`] where the
-    /// backend cannot, as in this default. After an error the previous policies are fully in force.
+    /// [`Error::Policy`] for an adapter that does not fit, replaces a whole module, or has a factor that the backend's format
+    /// cannot hold, and [`Error::AdapterMode`] where the backend cannot, as in this default. After an error the previous
+    /// policies are fully in force.
     fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<AdapterReport> {
         let _ = policies;
         Err(Error::AdapterMode {

@@ -239,6 +239,14 @@ pub enum Error {
     /// An adapter that cannot be applied. The previous policy is still in force.
     #[error(transparent)]
     Adapter(#[from] lora_merge::Error),
+    /// An adapter of one of several policies that cannot be applied. The previous policies are still in force.
+    #[error("policy {policy}: {source}")]
+    Policy {
+        /// Which of the policies that were given.
+        policy: usize,
+        /// What is wrong with its adapter.
+        source: lora_merge::Error,
+    },
     /// The backend cannot apply adapters in this way.
     #[error("the {backend} backend cannot apply adapters in the mode {mode:?}")]
     AdapterMode {
@@ -261,8 +269,29 @@ impl Error {
             Self::Cuda(error)
             | Self::CudaCache(paged_kv::cuda::CudaError::Cuda(error))
             | Self::CudaAttention(block_mask::cuda::CudaError::Cuda(error))
-            | Self::Adapter(lora_merge::Error::Cuda(error)) => error.breaks_context(),
+            | Self::Adapter(lora_merge::Error::Cuda(error))
+            | Self::Policy {
+                source: lora_merge::Error::Cuda(error),
+                ..
+            } => error.breaks_context(),
             _ => false,
+        }
+    }
+
+    /// Tells which of several policies an adapter's error belongs to.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn in_policy(self, policy: usize) -> Self {
+        match self {
+            Self::Adapter(source) => Self::Policy { policy, source },
+            other => other,
+        }
+    }
+
+    /// The opposite, for calls in which adapters are one policy without a number.
+    pub(crate) fn without_policy(self) -> Self {
+        match self {
+            Self::Policy { source, .. } => Self::Adapter(source),
+            other => other,
         }
     }
 }

@@ -339,7 +339,8 @@ impl<R: Runner> Engine<R> {
     /// ```
     ///
     /// # Errors
-    /// As for [`Engine::load_adapter`]; [`Error::InvalidSetting`] for a name that occurs twice; [`Error::PolicyInUse`] if an
+    /// As for [`Engine::load_adapter`]; [`Error::Policy`] for an adapter that does not fit the model, or has factors that the
+    /// device's format cannot hold; [`Error::InvalidSetting`] for a name that occurs twice; [`Error::PolicyInUse`] if an
     /// unfinished request names a policy that would be gone. Panics: none.
     pub fn serve_policies<'a, N: Into<String>, S: Into<AdapterSource<'a>>>(
         &mut self,

@@ -191,6 +191,15 @@ pub enum Error {
     #[error(transparent)]
     Adapter(#[from] lora_merge::Error),
 
+    /// An adapter of one of several policies cannot be applied. The previous policies are in force.
+    #[error("policy {name:?}: {source}")]
+    Policy {
+        /// The policy's name.
+        name: String,
+        /// What is wrong with its adapter.
+        source: lora_merge::Error,
+    },
+
     /// The device cannot apply adapters in this way. The previous policy is in force.
     #[error("the {device} runner cannot apply adapters in the mode {mode:?}")]
     AdaptersUnsupported {
@@ -262,7 +271,11 @@ impl Error {
         match self {
             Self::Model(error) => error.breaks_context(),
             #[cfg(feature = "cuda")]
-            Self::Adapter(lora_merge::Error::Cuda(error)) => error.breaks_context(),
+            Self::Adapter(lora_merge::Error::Cuda(error))
+            | Self::Policy {
+                source: lora_merge::Error::Cuda(error),
+                ..
+            } => error.breaks_context(),
             _ => false,
         }
     }

@@ -259,29 +259,36 @@ impl Backend for CpuBackend {
             MergeMode::Merged => self.change(active, RuntimePolicies::default(), &[resolved], mode, start),
             MergeMode::Unmerged => {
                 let resolved = [resolved];
-                let runtime = RuntimePolicies::new(&resolved, self.weights())?;
-                self.change(&[], runtime, &resolved, mode, start)
+                let runtime = RuntimePolicies::new(&resolved, self.store.specs(), self.weights());
+                self.change(
+                    &[],
+                    runtime.map_err(Error::without_policy)?,
+                    &resolved,
+                    mode,
+                    start,
+                )
             }
         }
     }
 
     fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<AdapterReport> {
         let start = Instant::now();
-        let resolved = policies.iter().map(|active| self.store.resolve(active));
-        let resolved = resolved.collect::<Result<Vec<_>, _>>()?;
-        for resolved in &resolved {
+        let mut resolved = Vec::with_capacity(policies.len());
+        for (policy, active) in policies.iter().enumerate() {
+            let failed = |source| Error::Policy { policy, source };
+            let one = self.store.resolve(active).map_err(failed)?;
             let whole =
                 |update: &Option<ModuleUpdate>| update.as_ref().is_some_and(|u| u.replacement().is_some());
-            if let Some(module) = resolved.updates().iter().position(whole) {
-                return Err(lora_merge::Error::Module {
+            if let Some(module) = one.updates().iter().position(whole) {
+                return Err(failed(lora_merge::Error::Module {
                     module: self.store.specs()[module].name.clone(),
                     field: "modules_to_save",
                     reason: "a whole module cannot be replaced for one of several policies; merge the adapter",
-                }
-                .into());
+                }));
             }
+            resolved.push(one);
         }
-        let runtime = RuntimePolicies::new(&resolved, self.weights())?;
+        let runtime = RuntimePolicies::new(&resolved, self.store.specs(), self.weights())?;
         self.change(&[], runtime, &resolved, MergeMode::Unmerged, start)
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use half::bf16;
-use lora_merge::{ModuleUpdate, Resolved, UnmergedUpdate};
+use lora_merge::{ModuleSpec, ModuleUpdate, Resolved, UnmergedUpdate};
 
 use super::elementwise::{add, for_rows, multiply, multiply_add};
 use crate::{Error, Result, WeightMatrix, Weights};
@@ -64,16 +64,6 @@ impl RuntimeUpdate {
     }
 }
 
-/// Puts the module's name into an error of its update.
-fn named(mut error: lora_merge::Error, base: &WeightMatrix) -> Error {
-    use lora_merge::Error::{MergedNotFinite, ZeroNorm};
-    if let MergedNotFinite { module, .. } | ZeroNorm { module, .. } = &mut error {
-        let name = base.name();
-        *module = name.strip_suffix(".weight").unwrap_or(name).to_owned();
-    }
-    error.into()
-}
-
 /// The policies whose adapters are not merged, and which of them each sequence and each row of a step is computed under.
 #[derive(Default)]
 pub(super) struct RuntimePolicies {
@@ -86,19 +76,20 @@ pub(super) struct RuntimePolicies {
 }
 
 impl RuntimePolicies {
-    /// All slots are under the first policy.
-    pub(super) fn new(resolved: &[Resolved], weights: &Weights) -> Result<Self> {
+    /// All slots are under the first policy. The modules are those of `specs`.
+    pub(super) fn new(resolved: &[Resolved], specs: &[ModuleSpec], weights: &Weights) -> Result<Self> {
         let mut updates = Vec::with_capacity(resolved.len());
-        for resolved in resolved {
-            let of_module = resolved.updates().iter().enumerate().map(|(module, update)| {
-                match (update, weights.module(module)) {
+        for (policy, resolved) in resolved.iter().enumerate() {
+            let update =
+                |(module, update): (usize, &Option<ModuleUpdate>)| match (update, weights.module(module)) {
                     (Some(update), Some(base)) => RuntimeUpdate::new(update, base)
                         .map(Some)
-                        .map_err(|error| named(error, base)),
+                        .map_err(|source| source.in_module(&specs[module].name)),
                     _ => Ok(None),
-                }
-            });
-            updates.push(of_module.collect::<Result<Vec<_>>>()?);
+                };
+            let of_modules = resolved.updates().iter().enumerate().map(update);
+            let of_modules = of_modules.collect::<Result<Vec<_>, _>>();
+            updates.push(of_modules.map_err(|source| Error::Policy { policy, source })?);
         }
         Ok(Self {
             updates,

@@ -16,18 +16,10 @@ pub(super) fn of(updates: &[(usize, &ModuleUpdate)], specs: &[ModuleSpec]) -> Re
     let mut biases = Biases::new();
     for &(module, update) in updates {
         // Qwen3's linear modules have none of their own.
-        let Some(bias) = update.bias(None)? else {
+        let bias = update.bias(None).map_err(|e| e.in_module(&specs[module].name))?;
+        let Some(bias) = bias else {
             continue;
         };
-        if let Some(row) = bias.iter().position(|b| !b.is_finite()) {
-            let module = specs[module].name.clone();
-            return Err(lora_merge::Error::MergedNotFinite {
-                module,
-                row,
-                column: 0,
-            }
-            .into());
-        }
         biases.insert(module, bias);
     }
     Ok(biases)

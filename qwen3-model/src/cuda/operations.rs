@@ -470,7 +470,7 @@ impl Backend for CudaBackend {
     fn set_adapters(&mut self, active: &[ActiveAdapter], mode: MergeMode) -> Result<AdapterReport> {
         match mode {
             MergeMode::Merged => self.merge_adapters(active, mode),
-            MergeMode::Unmerged => self.serve_policies(&[active]),
+            MergeMode::Unmerged => self.serve_policies(&[active]).map_err(Error::without_policy),
         }
     }
 

@@ -16,7 +16,6 @@ use std::ops::Range;
 use std::time::Instant;
 
 use cuda_graphs::{DeviceBuffer, DeviceSlice};
-use half::bf16;
 use lora_merge::{ActiveAdapter, MemoryReport, ModuleUpdate, PolicyVersion, Resolved};
 
 use super::{CudaBackend, Rows};
@@ -53,9 +52,9 @@ impl CudaBackend {
     /// graphs stay as they are, or are captured anew where the adapters need other launches.
     ///
     /// # Errors
-    /// [`Error::Adapter`] for an adapter that does not fit, or replaces a whole module; [`Error::Option`] for a model shape
-    /// that has no kernels, or where rows are [batch-invariant](Self::make_batch_invariant); [`Error::Cuda`]. The previous
-    /// policies are then in force. Panics: none.
+    /// [`Error::Policy`] for an adapter that does not fit, replaces a whole module, or has a factor that bf16 cannot hold;
+    /// [`Error::Option`] for a model shape that has no kernels, or where rows are
+    /// [batch-invariant](Self::make_batch_invariant); [`Error::Cuda`]. The previous policies are then in force. Panics: none.
     pub fn serve_policies(&mut self, policies: &[&[ActiveAdapter]]) -> Result<AdapterReport> {
         if self.invariant.is_some() {
             let problem = "is not possible with adapters beside the weights: merge them".into();
@@ -65,14 +64,14 @@ impl CudaBackend {
             });
         }
         let start = Instant::now();
-        let resolver = &mut self.adapters.resolver;
-        let resolved: Vec<Resolved> = policies
-            .iter()
-            .map(|active| resolver.resolve(active))
-            .collect::<Result<_, _>>()?;
-        let mut updates = Vec::with_capacity(resolved.len());
-        for resolved in &resolved {
-            updates.push(self.policy_updates(resolved)?);
+        let (mut resolved, mut updates) = (Vec::new(), Vec::new());
+        for (policy, active) in policies.iter().enumerate() {
+            let one = self.adapters.resolver.resolve(active);
+            resolved.push(one.map_err(|source| Error::Policy { policy, source })?);
+        }
+        for (policy, resolved) in resolved.iter().enumerate() {
+            let of_policy = self.policy_updates(resolved);
+            updates.push(of_policy.map_err(|error| error.in_policy(policy))?);
         }
         let effective = resolved
             .iter()
@@ -193,29 +192,10 @@ impl CudaBackend {
             true => Some(self.base_values(module)?),
             false => None,
         };
-        let low_rank = update.unmerged(base.as_deref())?;
-        let (rows, cols) = update.shape();
-        let rank = low_rank.rank.next_multiple_of(RANK_QUANTUM);
-        let mut a: Vec<bf16> = low_rank.a.iter().copied().map(bf16::from_f32).collect();
-        a.resize(rank * cols, bf16::ZERO);
-        let mut b = vec![bf16::ZERO; rows * rank];
-        if low_rank.rank > 0 {
-            for (to, from) in b
-                .chunks_exact_mut(rank)
-                .zip(low_rank.b.chunks_exact(low_rank.rank))
-            {
-                to.iter_mut()
-                    .zip(from)
-                    .for_each(|(to, from)| *to = bf16::from_f32(*from));
-            }
-        }
-        Ok(PartUpdate {
-            rank,
-            a,
-            b,
-            gain: low_rank.gain.unwrap_or_default(),
-            bias: update.bias(None)?.unwrap_or_default(),
-        })
+        let named = |error: lora_merge::Error| error.in_module(&self.adapters.resolver.specs()[module].name);
+        let low_rank = update.unmerged(base.as_deref()).map_err(named)?;
+        let bias = update.bias(None).map_err(named)?;
+        Ok(PartUpdate::rounded(low_rank, bias).map_err(named)?)
     }
 
     /// Serves the updates; the tables are made, or made anew, where there is too little room.

@@ -5,6 +5,7 @@ use cuda_graphs::{
     Compiler, Device, DeviceBuffer, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
 };
 use half::bf16;
+use lora_merge::UnmergedUpdate;
 
 use super::four_bit::ProductOutput;
 use super::{aligned, refuse, same, small, spec};
@@ -63,6 +64,50 @@ pub struct PartUpdate {
     pub gain: Vec<f32>,
     /// `[rows]`.
     pub bias: Vec<f32>,
+}
+
+impl PartUpdate {
+    /// An update with its factors rounded to bf16 and its rank filled up with zeros.
+    ///
+    /// # Errors
+    /// [`FactorNotFinite`](lora_merge::Error::FactorNotFinite), with `module` empty, for a factor that is finite in f32 but
+    /// not in bf16. Panics: none.
+    pub(crate) fn rounded(update: UnmergedUpdate, bias: Option<Vec<f32>>) -> Result<Self, lora_merge::Error> {
+        let UnmergedUpdate { rank, a, b, gain, .. } = update;
+        let cols = a.len().checked_div(rank).unwrap_or(0);
+        let padded = rank.next_multiple_of(RANK_QUANTUM);
+        let mut a = rounded("lora_A", &a, cols)?;
+        a.resize(padded * cols, bf16::ZERO);
+        let narrow = rounded("lora_B", &b, rank)?;
+        let mut b = Vec::with_capacity(narrow.len().checked_div(rank).unwrap_or(0) * padded);
+        // A rank of 0 has no rows.
+        for row in narrow.chunks_exact(rank.max(1)) {
+            b.extend_from_slice(row);
+            b.resize(b.len() + padded - rank, bf16::ZERO);
+        }
+        Ok(Self {
+            rank: padded,
+            a,
+            b,
+            gain: gain.unwrap_or_default(),
+            bias: bias.unwrap_or_default(),
+        })
+    }
+}
+
+/// A factor `[_, columns]` in bf16. Its greatest number is less than f32's: what lies between rounds to an infinity.
+fn rounded(factor: &'static str, values: &[f32], columns: usize) -> Result<Vec<bf16>, lora_merge::Error> {
+    let rounded: Vec<bf16> = values.iter().copied().map(bf16::from_f32).collect();
+    match rounded.iter().position(|v| !v.is_finite()) {
+        None => Ok(rounded),
+        Some(index) => Err(lora_merge::Error::FactorNotFinite {
+            module: String::new(),
+            factor,
+            row: index / columns,
+            column: index % columns,
+            format: "bf16",
+        }),
+    }
 }
 
 /// What every policy adds to every site, on the device. What kernels read first is at an address that never changes, so
@@ -461,5 +506,84 @@ fn blocks_of(m: usize, rows: usize) -> Result<u32> {
             format!("{m} rows at once, at most {} are possible", 65_535 * rows),
         ),
         false => small("rows", blocks),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lora_merge::{Error, LowRankTerm, ModuleUpdate};
+
+    /// `[3, 2]` of rank 1.
+    fn part(a: [f32; 2], b: [f32; 3], scaling: f64) -> Result<PartUpdate, Error> {
+        let term = LowRankTerm {
+            r: 1,
+            left: b.into(),
+            right: a.into(),
+            scaling,
+            magnitude: None,
+        };
+        let update = ModuleUpdate::from_terms(3, 2, vec![term])?;
+        PartUpdate::rounded(update.unmerged(None)?, None)
+    }
+
+    /// bf16's greatest number, and the least f32 that rounds to its infinity.
+    const GREATEST: f32 = f32::from_bits(0x7f7f_0000);
+    const TOO_LARGE: f32 = f32::from_bits(0x7f7f_8000);
+
+    #[test]
+    fn factors_that_bf16_cannot_hold_are_refused_by_name() {
+        let below = TOO_LARGE.next_down();
+        let fits = part([1.0, -below], [-GREATEST, below, 0.5], 1.0).unwrap();
+        assert!(fits.a.iter().chain(&fits.b).all(|v| v.is_finite()));
+        for (a, b, scaling, expected) in [
+            ([1.0, TOO_LARGE], [1.0; 3], 1.0, ("lora_A", 0, 1)),
+            ([-f32::MAX, 1.0], [f32::MAX; 3], 1.0, ("lora_A", 0, 0)),
+            ([1.0; 2], [1.0, 2.0, -f32::MAX], 1.0, ("lora_B", 2, 0)),
+            ([1.0; 2], [1.0, TOO_LARGE / 4.0, 1.0], 4.0, ("lora_B", 1, 0)),
+        ] {
+            let error = part(a, b, scaling).unwrap_err().in_module("layers.1.up_proj");
+            let text = error.to_string();
+            let Error::FactorNotFinite {
+                module,
+                factor,
+                row,
+                column,
+                format,
+            } = error
+            else {
+                panic!("{text}");
+            };
+            assert_eq!((module.as_str(), format), ("layers.1.up_proj", "bf16"));
+            assert_eq!((factor, row, column), expected);
+            assert!(
+                text.contains("`layers.1.up_proj`") && text.contains(factor),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn ranks_are_filled_up_with_zeros() {
+        let part = part([1.0, 2.0], [3.0, 4.0, 5.0], 2.0).unwrap();
+        assert_eq!(part.rank, RANK_QUANTUM);
+        let at = |at: usize, n: usize, value: f32| {
+            let mut row = vec![bf16::ZERO; n];
+            row[at] = bf16::from_f32(value);
+            row
+        };
+        let first = [bf16::ONE, bf16::from_f32(2.0)];
+        assert_eq!((&part.a[..2], part.a.len()), (&first[..], 2 * RANK_QUANTUM));
+        assert!(part.a[2..].iter().all(|v| *v == bf16::ZERO));
+        let b = [6.0, 8.0, 10.0].map(|value| at(0, RANK_QUANTUM, value)).concat();
+        assert_eq!(part.b, b);
+        let none = ModuleUpdate::from_terms(3, 2, vec![])
+            .unwrap()
+            .unmerged(None)
+            .unwrap();
+        let bias = Some(vec![1.0; 3]);
+        let none = PartUpdate::rounded(none, bias.clone()).unwrap();
+        assert_eq!((none.rank, none.a.len(), none.b.len()), (0, 0, 0));
+        assert_eq!(Some(none.bias), bias);
     }
 }

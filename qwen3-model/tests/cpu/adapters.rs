@@ -6,7 +6,7 @@ use crate::common::*;
 use lora_merge::{
     ActiveAdapter, Adapter, AdapterConfig, DriftOptions, TensorSlice, TensorValues, verify_no_drift,
 };
-use qwen3_model::{Backend, CpuBackend, MergeMode, Model, Projection};
+use qwen3_model::{Backend, CpuBackend, Error, MergeMode, Model, Projection};
 
 const NAMES: [&str; 8] = [
     "mult-r32",
@@ -181,7 +181,15 @@ fn weights_beyond_bf16_are_refused_and_leave_the_previous_policy_in_force() {
         let error = model.set_adapters(from_ref(&huge), mode).unwrap_err().to_string();
         assert!(error.contains("`model.layers.1.self_attn.o_proj`"), "{error}");
         let policies: [&[ActiveAdapter]; 2] = [from_ref(&fits), from_ref(&huge)];
-        assert!(model.backend_mut().serve_policies(&policies).is_err());
+        let error = model.backend_mut().serve_policies(&policies).unwrap_err();
+        let Error::Policy { policy: 1, source } = &error else {
+            panic!("{error}");
+        };
+        assert!(
+            matches!(source, lora_merge::Error::FactorNotFinite { module, factor: "lora_B", .. }
+                if module == "model.layers.1.self_attn.o_proj"),
+            "{error}"
+        );
     }
     let (log_prob, _) = compare(&mut model, "qv-r8");
     assert!(log_prob < 1e-2, "{log_prob}");

@@ -48,8 +48,8 @@ impl<R: Runner> Scheduler<R> {
     /// requests go on undisturbed. All the rest is as for [`Scheduler::set_adapters`].
     ///
     /// # Errors
-    /// As for [`Scheduler::set_adapters`], [`Error::InvalidSetting`] for a name that occurs twice, and those of
-    /// [`Runner::serve_policies`].
+    /// As for [`Scheduler::set_adapters`], [`Error::InvalidSetting`] for a name that occurs twice, [`Error::Policy`] for an
+    /// adapter that does not fit, and those of [`Runner::serve_policies`].
     pub fn serve_policies(
         &mut self,
         policies: &[(String, Vec<ActiveAdapter>)],
@@ -67,7 +67,9 @@ impl<R: Runner> Scheduler<R> {
         let names = names.into_iter().cloned().collect();
         self.change_policies(names, Change::Differing, events, |runner| {
             let active: Vec<&[ActiveAdapter]> = policies.iter().map(|(_, active)| &active[..]).collect();
-            let update = runner.serve_policies(&active)?;
+            let update = runner
+                .serve_policies(&active)
+                .map_err(|error| named(error, policies))?;
             let unnamed = PolicyVersion {
                 number: update.version.number,
                 ..base_policy()
@@ -208,5 +210,18 @@ impl<R: Runner> Scheduler<R> {
             slot: sequence.slot?,
             policy: sequence.policy,
         })
+    }
+}
+
+/// Puts a policy's name in place of its number.
+fn named(error: Error, policies: &[(String, Vec<ActiveAdapter>)]) -> Error {
+    match error {
+        Error::Model(qwen3_model::Error::Policy { policy, source }) if policy < policies.len() => {
+            Error::Policy {
+                name: policies[policy].0.clone(),
+                source,
+            }
+        }
+        other => other,
     }
 }

@@ -1,13 +1,16 @@
 //! Policies served by name: every request of one batch under its own, as if it were alone.
 
-use lora_merge::{ActiveAdapter, Adapter};
+use std::sync::Arc;
+
+use lora_merge::{ActiveAdapter, Adapter, AdapterConfig, TensorSlice, TensorValues};
 use proptest::prelude::*;
+use qwen3_model::{Projection, Qwen3Config};
 use rollout_engine::{
-    Completion, DeviceChoice, Engine, Error, FakeRunner, MergeMode, PolicySpan, Request, SamplingParams,
-    Scheduler,
+    AdapterSource, Completion, DeviceChoice, Engine, Error, FakeRunner, MergeMode, PolicySpan, Request,
+    SamplingParams, Scheduler,
 };
 
-use crate::support::{adapter, golden};
+use crate::support::{adapter, bundled_model, golden};
 
 fn engine() -> Engine {
     Engine::builder()
@@ -232,6 +235,41 @@ fn an_adapter_that_does_not_fit_changes_nothing() {
     let missing = engine.serve_policies([("b", adapter("none"))]);
     assert!(matches!(missing, Err(Error::Adapter(_))));
     assert_eq!(engine.named_policies(), before);
+    // B holds what f32 can hold, but not with its scaling.
+    let huge = with_values("model.layers.2.mlp.up_proj", 1e30, 1e30);
+    let sources = [
+        ("a", AdapterSource::from(adapter("qv-r8"))),
+        ("c", AdapterSource::from(huge)),
+    ];
+    let error = engine.serve_policies(sources).expect_err("is too large");
+    let text = error.to_string();
+    assert!(
+        matches!(error, Error::Policy { name, .. } if name == "c"),
+        "{text}"
+    );
+    assert!(
+        text.contains("`model.layers.2.mlp.up_proj`") && text.contains("`lora_B`"),
+        "{text}"
+    );
+    assert_eq!(engine.named_policies(), before);
+}
+
+/// An adapter of one module with these values in B.
+fn with_values(module: &str, value: f32, alpha: f64) -> Arc<Adapter> {
+    let config = Qwen3Config::from_dir(&bundled_model()).expect("reads");
+    let [rows, columns] = config.projection_shape(Projection::Up);
+    let (a, b) = (vec![1.0; columns], vec![value; rows]);
+    let names = ["A", "B"].map(|part| format!("{module}.lora_{part}.weight"));
+    let shapes = [[1, columns], [rows, 1]];
+    let tensor = |i: usize, values| TensorSlice {
+        name: &names[i],
+        shape: &shapes[i],
+        values: TensorValues::F32(values),
+    };
+    let config = AdapterConfig::new(1, alpha, [module]);
+    Adapter::from_tensors(config, &[tensor(0, &a), tensor(1, &b)])
+        .expect("is an adapter")
+        .into()
 }
 
 fn active(name: &str) -> Vec<ActiveAdapter> {
