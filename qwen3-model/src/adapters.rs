@@ -156,8 +156,8 @@ pub fn modules(config: &Qwen3Config) -> Vec<ModuleSpec> {
 /// measurements.
 ///
 /// # Errors
-/// [`Error::Adapter`](crate::Error::Adapter) for a rank of 0, [`Error::Option`](crate::Error::Option) for one beyond 2¹⁶ and
-/// for a shape that no model has. Panics: none.
+/// [`Error::Adapter`](crate::Error::Adapter) for a rank of 0, [`Error::Option`](crate::Error::Option) for one beyond 2¹⁶,
+/// [`Error::Field`](crate::Error::Field) for a configuration that no model has. Panics: none.
 pub fn random_adapter(config: &Qwen3Config, rank: usize, seed: u64) -> crate::Result<Adapter> {
     const MAX_RANK: usize = 1 << 16;
     if rank > MAX_RANK {

@@ -52,14 +52,88 @@ pub struct Qwen3Config {
     pub eos_token_ids: Vec<u32>,
 }
 
+/// A size of the model, and what it can be.
+#[derive(Clone, Copy)]
+struct Size {
+    /// Its name in [`Qwen3Config`].
+    field: &'static str,
+    /// Its name in `config.json`.
+    key: &'static str,
+    value: fn(&Qwen3Config) -> usize,
+    max: usize,
+    even: bool,
+}
+
+impl Size {
+    /// The value in a file, of any size; `None` where it is absent.
+    fn read(self, fields: &Fields<'_>) -> Result<Option<usize>> {
+        fields.count(self.key)
+    }
+
+    fn required(self, fields: &Fields<'_>) -> Result<usize> {
+        self.read(fields)?
+            .ok_or_else(|| fields.error(self.key, "is missing"))
+    }
+}
+
 /// Larger dimensions than this are a broken file, not a model.
 const MAX_DIM: usize = 1 << 24;
-/// A whole vocabulary's weights must fit the sampler's 64 bits.
-const MAX_VOCAB: usize = crate::sampling::MAX_VOCAB;
-const MAX_LAYERS: usize = 4096;
-const MAX_HEADS: usize = 4096;
-const MAX_HEAD_DIM: usize = 1024;
 const MAX_POSITIONS: usize = 1 << 30;
+
+/// `even` is for what rotary embedding and kernels take in pairs.
+const fn size(
+    field: &'static str,
+    key: &'static str,
+    value: fn(&Qwen3Config) -> usize,
+    max: usize,
+    even: bool,
+) -> Size {
+    Size {
+        field,
+        key,
+        value,
+        max,
+        even,
+    }
+}
+
+const N_LAYERS: Size = size("n_layers", "num_hidden_layers", |c| c.n_layers, 4096, false);
+const N_HEADS: Size = size("n_heads", "num_attention_heads", |c| c.n_heads, 4096, false);
+const N_KV_HEADS: Size = size("n_kv_heads", "num_key_value_heads", |c| c.n_kv_heads, 4096, false);
+const HEAD_DIM: Size = size("head_dim", "head_dim", |c| c.head_dim, 1024, true);
+const HIDDEN: Size = size("hidden_size", "hidden_size", |c| c.hidden_size, MAX_DIM, true);
+const INTERMEDIATE: Size = size(
+    "intermediate_size",
+    "intermediate_size",
+    |c| c.intermediate_size,
+    MAX_DIM,
+    true,
+);
+/// A whole vocabulary's weights must fit the sampler's 64 bits.
+const VOCAB: Size = size(
+    "vocab_size",
+    "vocab_size",
+    |c| c.vocab_size,
+    crate::sampling::MAX_VOCAB,
+    false,
+);
+const POSITIONS: Size = size(
+    "max_position_embeddings",
+    "max_position_embeddings",
+    |c| c.max_position_embeddings,
+    MAX_POSITIONS,
+    false,
+);
+const SIZES: [Size; 8] = [
+    N_LAYERS,
+    N_HEADS,
+    N_KV_HEADS,
+    HEAD_DIM,
+    HIDDEN,
+    INTERMEDIATE,
+    VOCAB,
+    POSITIONS,
+];
 
 impl Qwen3Config {
     /// Reads `dir/config.json`.
@@ -83,107 +157,86 @@ impl Qwen3Config {
 
     fn from_fields(fields: &Fields<'_>) -> Result<Self> {
         refuse_other_architectures(fields)?;
-        let n_layers = fields.required_size("num_hidden_layers", MAX_LAYERS)?;
-        refuse_unsupported(fields, n_layers)?;
-        let n_heads = fields.required_size("num_attention_heads", MAX_HEADS)?;
-        let n_kv_heads = fields.required_size("num_key_value_heads", MAX_HEADS)?;
-        if n_heads % n_kv_heads != 0 {
-            let problem = format!("is {n_kv_heads}, which does not divide `num_attention_heads` = {n_heads}");
-            return Err(fields.error("num_key_value_heads", problem));
-        }
-        // Not hidden_size / heads: transformers' Qwen3 has its own default.
-        let head_dim = fields.size("head_dim", MAX_HEAD_DIM)?.unwrap_or(128);
-        if head_dim % 2 != 0 {
-            return Err(fields.error(
-                "head_dim",
-                format!("is {head_dim}; rotary embedding needs an even number"),
-            ));
-        }
-        let hidden_size = fields.required_size("hidden_size", MAX_DIM)?;
-        let intermediate_size = fields.required_size("intermediate_size", MAX_DIM)?;
-        for (field, size) in [
-            ("hidden_size", hidden_size),
-            ("intermediate_size", intermediate_size),
-        ] {
-            if size % 2 != 0 {
-                return Err(fields.error(field, format!("is {size}; an even number is needed")));
-            }
-        }
-        let max_position_embeddings = fields
-            .size("max_position_embeddings", MAX_POSITIONS)?
-            .unwrap_or(32_768);
-        let rope = RopeConfig::from_fields(fields, max_position_embeddings)?;
-        let frequencies = rope.frequencies(head_dim);
-        if !frequencies
-            .inv_freq
-            .iter()
-            .chain([&frequencies.attention_factor])
-            .all(|x| x.is_finite())
-        {
+        let mut config = Self {
+            vocab_size: VOCAB.required(fields)?,
+            hidden_size: HIDDEN.required(fields)?,
+            intermediate_size: INTERMEDIATE.required(fields)?,
+            n_layers: N_LAYERS.required(fields)?,
+            n_heads: N_HEADS.required(fields)?,
+            n_kv_heads: N_KV_HEADS.required(fields)?,
+            // Not hidden_size / heads: transformers' Qwen3 has its own default.
+            head_dim: HEAD_DIM.read(fields)?.unwrap_or(128),
+            rms_norm_eps: fields.positive("rms_norm_eps")?.unwrap_or(1e-6),
+            // Read below: what it says depends on a size.
+            rope: RopeConfig {
+                theta: 1.0,
+                scaling: RopeScaling::Default,
+            },
+            max_position_embeddings: POSITIONS.read(fields)?.unwrap_or(32_768),
+            tie_word_embeddings: fields.boolean("tie_word_embeddings")?.unwrap_or(false),
+            eos_token_ids: fields.token_ids("eos_token_id")?,
+        };
+        config
+            .check_sizes(|size| size.key)
+            .map_err(|(key, problem)| fields.error(key, problem))?;
+        refuse_unsupported(fields, config.n_layers)?;
+        config.rope = RopeConfig::from_fields(fields, config.max_position_embeddings)?;
+        config.check_rope().map_err(|problem| {
             let field = ["rope_scaling", "rope_parameters"]
                 .into_iter()
                 .find(|field| fields.value(field).is_some())
                 .unwrap_or("rope_theta");
-            return Err(fields.error(field, "gives frequencies that are not finite"));
-        }
-        let vocab_size = fields.required_size("vocab_size", MAX_VOCAB)?;
-        let eos_token_ids = fields.token_ids("eos_token_id")?;
-        Ok(Self {
-            vocab_size,
-            hidden_size,
-            intermediate_size,
-            n_layers,
-            n_heads,
-            n_kv_heads,
-            head_dim,
-            rms_norm_eps: fields.positive("rms_norm_eps")?.unwrap_or(1e-6),
-            rope,
-            max_position_embeddings,
-            tie_word_embeddings: fields.boolean("tie_word_embeddings")?.unwrap_or(false),
-            eos_token_ids,
-        })
+            fields.error(field, problem)
+        })?;
+        Ok(config)
     }
 
     /// Whether the shape is one that [`from_dir`](Self::from_dir) could have read: fields may have been set since.
+    ///
+    /// # Errors
+    /// [`Error::Field`], with the field's name in this struct.
     pub(crate) fn check(&self) -> Result<()> {
-        let wrong = |field: &str, value: usize, expected: &str| {
-            Err(Error::Option {
-                option: "config",
-                problem: format!("`{field}` is {value}, expected {expected}"),
-            })
+        let wrong = |(field, problem): (&str, String)| Error::Field {
+            path: "Qwen3Config".into(),
+            field: field.into(),
+            problem,
         };
-        for (field, value, max) in [
-            ("vocab_size", self.vocab_size, MAX_VOCAB),
-            ("hidden_size", self.hidden_size, MAX_DIM),
-            ("intermediate_size", self.intermediate_size, MAX_DIM),
-            ("n_layers", self.n_layers, MAX_LAYERS),
-            ("n_heads", self.n_heads, MAX_HEADS),
-            ("n_kv_heads", self.n_kv_heads, MAX_HEADS),
-            ("head_dim", self.head_dim, MAX_HEAD_DIM),
-            (
-                "max_position_embeddings",
-                self.max_position_embeddings,
-                MAX_POSITIONS,
-            ),
-        ] {
-            if value == 0 || value > max {
-                return wrong(field, value, &format!("1 to {max}"));
+        self.check_sizes(|size| size.field).map_err(wrong)?;
+        self.check_rope()
+            .map_err(|problem| wrong(("rope", problem.into())))
+    }
+
+    /// The first size that no model has, as `name` calls it, and what is wrong with it.
+    fn check_sizes(&self, name: fn(&Size) -> &'static str) -> Result<(), (&'static str, String)> {
+        for size in &SIZES {
+            let value = (size.value)(self);
+            if value == 0 || value > size.max {
+                let problem = format!("is {value}, expected a whole number from 1 to {}", size.max);
+                return Err((name(size), problem));
             }
-        }
-        for (field, value) in [
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("head_dim", self.head_dim),
-        ] {
-            if value % 2 != 0 {
-                return wrong(field, value, "an even number");
+            if size.even && value % 2 != 0 {
+                return Err((name(size), format!("is {value}, expected an even number")));
             }
         }
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
-            let expected = format!("a divisor of `n_heads`, which is {}", self.n_heads);
-            return wrong("n_kv_heads", self.n_kv_heads, &expected);
+            let heads = name(&N_HEADS);
+            let problem = format!(
+                "is {}, which does not divide `{heads}` = {}",
+                self.n_kv_heads, self.n_heads
+            );
+            return Err((name(&N_KV_HEADS), problem));
         }
         Ok(())
+    }
+
+    /// Whether the rotary embedding can be computed; the sizes are known to be possible.
+    fn check_rope(&self) -> Result<(), &'static str> {
+        let frequencies = self.rope.frequencies(self.head_dim);
+        let mut values = frequencies.inv_freq.iter().chain([&frequencies.attention_factor]);
+        match values.all(|x| x.is_finite()) {
+            true => Ok(()),
+            false => Err("gives frequencies that are not finite"),
+        }
     }
 
     /// Number of positions that the model can encode: `max_position_embeddings`, or what yarn

@@ -29,7 +29,7 @@ pub enum Error {
     /// this crate does not compute.
     #[error("{}: field `{field}`: {problem}", path.display())]
     Field {
-        /// The file.
+        /// The file; `Qwen3Config` for a configuration that was changed in memory.
         path: PathBuf,
         /// The field, dotted where nested.
         field: String,

@@ -157,11 +157,6 @@ impl<'a> Fields<'a> {
         })
     }
 
-    pub(crate) fn required_size(&self, field: &str, max: usize) -> Result<usize> {
-        self.size(field, max)?
-            .ok_or_else(|| self.error(field, "is missing"))
-    }
-
     /// One token id, a list of them, or nothing.
     pub(crate) fn token_ids(&self, field: &str) -> Result<Vec<u32>> {
         let id = |value: &Value| value.as_u64().and_then(|n| u32::try_from(n).ok());

@@ -110,8 +110,8 @@ impl CpuBackend {
     /// A backend over `weights`, with an empty cache.
     ///
     /// # Errors
-    /// [`Error::Option`] for an option that is 0, a shape that no model has and weights of another shape;
-    /// [`Error::PagedKv`] for a cache that cannot be.
+    /// [`Error::Field`] for a configuration that no model has; [`Error::Option`] for an option that is 0 and weights of
+    /// another shape; [`Error::PagedKv`] for a cache that cannot be.
     pub fn new(config: Qwen3Config, weights: Weights, options: &LoadOptions) -> Result<Self> {
         let LoadOptions {
             kv_dtype,

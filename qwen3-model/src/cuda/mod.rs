@@ -203,8 +203,9 @@ impl CudaBackend {
     /// A model on `device`. Kernels are compiled by `compiler`, or taken from its cache.
     ///
     /// # Errors
-    /// [`Error::Option`] for a size or a model shape that cannot work, before anything is allocated;
-    /// [`Error::Cuda`] for a missing library, too little memory and errors of the driver. Panics: none.
+    /// [`Error::Field`] for a configuration that no model has, and [`Error::Option`] for a size or a model shape that cannot
+    /// work here, before anything is allocated; [`Error::Cuda`] for a missing library, too little memory and errors of the
+    /// driver. Panics: none.
     pub fn new(
         device: &Device,
         compiler: &Compiler,
@@ -217,6 +218,7 @@ impl CudaBackend {
             problem: format!("is no set of kernel options: {error}"),
         })?;
         options.kernels = options.kernels.or(of_environment);
+        config.check()?;
         options.check(&config)?;
         let kernels = Kernels::load(compiler, device, &config)?;
         let stream = Stream::new(device)?;
