@@ -1,51 +1,16 @@
 //! A model's weights as every backend receives them.
 
-use std::borrow::Cow;
-use std::ops::Range;
-use std::path::Path;
-use std::sync::Arc;
+mod layout;
+mod matrix;
 
-use half::{bf16, f16};
-use rayon::prelude::*;
-use safetensors::tensor::Dtype;
+use std::path::Path;
 
 use crate::checkpoint::Checkpoint;
-use crate::four_bit::{Place, is_quantized};
-use crate::mapped_file::MappedFile;
 use crate::random;
-use crate::safetensors_file::TensorEntry;
-use crate::{Error, Projection, QuantType, QuantizedMatrix, Qwen3Config, Result};
+use crate::{Error, Projection, QuantType, Qwen3Config, Result};
+use layout::Layout;
 
-/// A matrix `[rows, cols]`, row-major: bf16, either in a mapped file or in memory, or in 4 bits.
-///
-/// Cloning is cheap: the bytes are shared.
-///
-/// ```
-/// use half::bf16;
-/// use qwen3_model::WeightMatrix;
-///
-/// let matrix = WeightMatrix::from_vec("w", 2, 3, (0..6).map(|i| bf16::from_f32(i as f32)).collect())?;
-/// assert_eq!(matrix.row(1)[0].to_f32(), 3.0);
-/// assert!(WeightMatrix::from_vec("w", 2, 3, vec![]).is_err());
-/// # Ok::<(), qwen3_model::Error>(())
-/// ```
-#[derive(Debug, Clone)]
-pub struct WeightMatrix {
-    name: String,
-    rows: usize,
-    cols: usize,
-    storage: Storage,
-}
-
-#[derive(Debug, Clone)]
-enum Storage {
-    Mapped {
-        file: Arc<MappedFile>,
-        bytes: Range<usize>,
-    },
-    Owned(Arc<Vec<bf16>>),
-    FourBit(Arc<QuantizedMatrix>),
-}
+pub use matrix::WeightMatrix;
 
 /// Weights of one layer.
 #[derive(Debug, Clone)]
@@ -89,145 +54,6 @@ pub struct Weights {
     pub layers: Vec<LayerWeights>,
 }
 
-impl WeightMatrix {
-    /// A matrix in memory.
-    ///
-    /// # Errors
-    /// [`Error::Option`] if `data` does not hold `rows * cols` elements.
-    pub fn from_vec(name: impl Into<String>, rows: usize, cols: usize, data: Vec<bf16>) -> Result<Self> {
-        if rows.checked_mul(cols) != Some(data.len()) {
-            let problem = format!("{} elements cannot be a matrix of {rows} x {cols}", data.len());
-            return Err(Error::Option {
-                option: "data",
-                problem,
-            });
-        }
-        Ok(Self {
-            name: name.into(),
-            rows,
-            cols,
-            storage: Storage::Owned(Arc::new(data)),
-        })
-    }
-
-    fn from_file(
-        name: String,
-        file: Arc<MappedFile>,
-        entry: TensorEntry,
-        [rows, cols]: [usize; 2],
-    ) -> Result<Self> {
-        let bytes = &file.bytes()[entry.bytes.clone()];
-        let zero_copy = entry.dtype == Dtype::BF16
-            && cfg!(target_endian = "little")
-            && bytemuck::try_cast_slice::<u8, bf16>(bytes).is_ok();
-        let storage = if zero_copy {
-            Storage::Mapped {
-                file,
-                bytes: entry.bytes,
-            }
-        } else {
-            let values = convert(bytes, entry.dtype, bf16::from_f32);
-            let not_finite = values.par_iter().position_first(|value| !value.is_finite());
-            refuse_not_finite(&name, &file, &entry, not_finite)?;
-            Storage::Owned(Arc::new(values))
-        };
-        Ok(Self {
-            name,
-            rows,
-            cols,
-            storage,
-        })
-    }
-
-    /// Name in the file, for instance `model.layers.0.mlp.up_proj.weight`.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Output features.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// Input features.
-    pub fn cols(&self) -> usize {
-        self.cols
-    }
-
-    /// The elements, row-major, `rows * cols`. A matrix in 4 bits has none that lie in memory:
-    /// the slice is empty, see [`quantized`](Self::quantized) and [`to_bf16`](Self::to_bf16).
-    pub fn data(&self) -> &[bf16] {
-        match &self.storage {
-            Storage::Mapped { file, bytes } => bytemuck::cast_slice(&file.bytes()[bytes.clone()]),
-            Storage::Owned(data) => data,
-            Storage::FourBit(_) => &[],
-        }
-    }
-
-    /// The matrix in 4 bits, if it is in 4 bits.
-    pub fn quantized(&self) -> Option<&QuantizedMatrix> {
-        match &self.storage {
-            Storage::FourBit(matrix) => Some(matrix),
-            _ => None,
-        }
-    }
-
-    /// The elements, row-major, `rows * cols`: as they lie, or dequantised.
-    pub fn to_bf16(&self) -> Cow<'_, [bf16]> {
-        match &self.storage {
-            Storage::FourBit(matrix) => Cow::Owned(matrix.dequantize()),
-            _ => Cow::Borrowed(self.data()),
-        }
-    }
-
-    /// The same matrix in bf16.
-    #[must_use]
-    pub fn dequantized(&self) -> Self {
-        match &self.storage {
-            Storage::FourBit(matrix) => Self {
-                storage: Storage::Owned(Arc::new(matrix.dequantize())),
-                ..self.clone()
-            },
-            _ => self.clone(),
-        }
-    }
-
-    /// The same matrix in 4 bits, see [`QuantizedMatrix::quantize`]; as it is if it is in 4 bits already.
-    ///
-    /// # Errors
-    /// [`Error::Option`] for an element that is not finite.
-    pub fn quantize(&self, quant_type: QuantType, double: bool) -> Result<Self> {
-        if self.quantized().is_some() {
-            return Ok(self.clone());
-        }
-        let matrix = QuantizedMatrix::quantize(self.rows, self.cols, self.data(), quant_type, double)?;
-        Ok(Self {
-            storage: Storage::FourBit(Arc::new(matrix)),
-            ..self.clone()
-        })
-    }
-
-    /// Bytes of the elements.
-    pub fn bytes(&self) -> usize {
-        match &self.storage {
-            Storage::FourBit(matrix) => matrix.bytes(),
-            _ => 2 * self.rows * self.cols,
-        }
-    }
-
-    /// One row.
-    ///
-    /// Panics if `row` is not below [`rows`](Self::rows), as indexing does, or the matrix is in 4 bits.
-    pub fn row(&self, row: usize) -> &[bf16] {
-        &self.data()[row * self.cols..][..self.cols]
-    }
-
-    /// Whether the elements lie in a mapped file rather than in memory of their own.
-    pub fn is_mapped(&self) -> bool {
-        matches!(self.storage, Storage::Mapped { .. })
-    }
-}
-
 impl LayerWeights {
     /// The matrix of a projection.
     pub fn projection(&self, projection: Projection) -> &WeightMatrix {
@@ -259,10 +85,10 @@ impl Weights {
                 problem: format!("{what} has {found}, the configuration asks for {expected}"),
             })
         };
-        let matrix = |matrix: &WeightMatrix, expected: [usize; 2]| match [matrix.rows, matrix.cols] {
+        let matrix = |matrix: &WeightMatrix, expected: [usize; 2]| match [matrix.rows(), matrix.cols()] {
             found if found == expected => Ok(()),
             found => wrong(
-                &format!("`{}`", matrix.name),
+                &format!("`{}`", matrix.name()),
                 format!("{found:?}"),
                 format!("{expected:?}"),
             ),
@@ -333,12 +159,7 @@ impl Weights {
     pub fn random(config: &Qwen3Config, seed: u64) -> Self {
         let matrix = |name: String, [rows, cols]: [usize; 2]| {
             let data = random::matrix(seed, &name, rows * cols);
-            WeightMatrix {
-                name,
-                rows,
-                cols,
-                storage: Storage::Owned(Arc::new(data)),
-            }
+            WeightMatrix::owned(name, [rows, cols], data)
         };
         let vocab = [config.vocab_size, config.hidden_size];
         let embed_tokens = matrix(EMBED.into(), vocab);
@@ -407,197 +228,4 @@ const K_NORM: &str = "self_attn.k_norm";
 
 fn tensor_name(layer: usize, module: &str) -> String {
     format!("model.layers.{layer}.{module}.weight")
-}
-
-/// Where everything is, all checked and nothing read.
-struct Layout {
-    embed: (Arc<MappedFile>, TensorEntry),
-    /// `None` for the embedding.
-    head: Option<MatrixPlace>,
-    norm: (Arc<MappedFile>, TensorEntry),
-    layers: Vec<LayerLayout>,
-}
-
-struct LayerLayout {
-    /// Input, post-attention, q and k.
-    norms: [(Arc<MappedFile>, TensorEntry); 4],
-    /// In the order of [`Projection::ALL`].
-    projections: [MatrixPlace; 7],
-}
-
-enum MatrixPlace {
-    Dense(Arc<MappedFile>, TensorEntry),
-    FourBit(Box<Place>),
-}
-
-impl MatrixPlace {
-    fn take(checkpoint: &mut Checkpoint, module: &str, shape: [usize; 2]) -> Result<Self> {
-        if is_quantized(checkpoint, module) {
-            return Ok(Self::FourBit(Box::new(Place::take(checkpoint, module, shape)?)));
-        }
-        let (file, entry) = checkpoint.take(&format!("{module}.weight"), &shape)?;
-        Ok(Self::Dense(file, entry))
-    }
-
-    fn path(&self) -> &Path {
-        match self {
-            Self::Dense(file, _) => file.path(),
-            Self::FourBit(place) => place.path(),
-        }
-    }
-
-    fn read(self, name: String, [rows, cols]: [usize; 2]) -> Result<WeightMatrix> {
-        match self {
-            Self::Dense(file, entry) => WeightMatrix::from_file(name, file, entry, [rows, cols]),
-            Self::FourBit(place) => Ok(WeightMatrix {
-                name,
-                rows,
-                cols,
-                storage: Storage::FourBit(Arc::new(place.read()?)),
-            }),
-        }
-    }
-}
-
-impl Layout {
-    fn take(checkpoint: &mut Checkpoint, config: &Qwen3Config) -> Result<Self> {
-        let (hidden, head_dim) = (config.hidden_size, config.head_dim);
-        let vocab = [config.vocab_size, hidden];
-        let embed = checkpoint.take(EMBED, &vocab)?;
-        let head = match config.tie_word_embeddings && !checkpoint.contains(HEAD) {
-            true => None,
-            // A tied head must equal the embedding, which is never in 4 bits.
-            false if config.tie_word_embeddings => {
-                let (file, entry) = checkpoint.take(HEAD, &vocab)?;
-                Some(MatrixPlace::Dense(file, entry))
-            }
-            false => Some(MatrixPlace::take(checkpoint, "lm_head", vocab)?),
-        };
-        let norm = checkpoint.take(FINAL_NORM, &[hidden])?;
-        let mut layers = Vec::new();
-        for layer in 0..config.n_layers {
-            let mut take =
-                |module: &str, shape: &[usize]| checkpoint.take(&tensor_name(layer, module), shape);
-            let norms = [
-                take(INPUT_NORM, &[hidden])?,
-                take(POST_ATTENTION_NORM, &[hidden])?,
-                take(Q_NORM, &[head_dim])?,
-                take(K_NORM, &[head_dim])?,
-            ];
-            let [q, k, v, o, gate, up, down] = Projection::ALL
-                .map(|p| MatrixPlace::take(checkpoint, &p.module(layer), config.projection_shape(p)));
-            let projections = [q?, k?, v?, o?, gate?, up?, down?];
-            layers.push(LayerLayout { norms, projections });
-        }
-        Ok(Self {
-            embed,
-            head,
-            norm,
-            layers,
-        })
-    }
-
-    fn read(self, config: &Qwen3Config) -> Result<Weights> {
-        let vocab = [config.vocab_size, config.hidden_size];
-        let (file, entry) = self.embed;
-        let embed_tokens = MatrixPlace::Dense(file, entry).read(EMBED.into(), vocab)?;
-        let lm_head = match self.head {
-            None => embed_tokens.clone(),
-            Some(place) => {
-                let path = place.path().to_owned();
-                let head = place.read(HEAD.into(), vocab)?;
-                match config.tie_word_embeddings {
-                    false => head,
-                    true if same_bytes(head.data(), embed_tokens.data()) => embed_tokens.clone(),
-                    true => {
-                        let problem =
-                            format!("differs from `{EMBED}` although `tie_word_embeddings` is true");
-                        return Err(Error::Tensor {
-                            path,
-                            tensor: HEAD.into(),
-                            problem,
-                        });
-                    }
-                }
-            }
-        };
-        let layers = self.layers.into_iter().enumerate().map(|(layer, places)| {
-            let [input, post_attention, q, k] = places.norms;
-            let read = |place, name| read_norm(place, &tensor_name(layer, name));
-            let (input_norm, post_attention_norm) = (
-                read(input, INPUT_NORM)?,
-                read(post_attention, POST_ATTENTION_NORM)?,
-            );
-            let (q_norm, k_norm) = (read(q, Q_NORM)?, read(k, K_NORM)?);
-            let mut all = Projection::ALL.into_iter();
-            let [q, k, v, o, gate, up, down] = places.projections.map(|place| {
-                let p = all.next().unwrap_or(Projection::Down);
-                place.read(tensor_name(layer, p.name()), config.projection_shape(p))
-            });
-            Ok(LayerWeights {
-                input_norm,
-                post_attention_norm,
-                q_norm,
-                k_norm,
-                projections: [q?, k?, v?, o?, gate?, up?, down?],
-            })
-        });
-        let layers = layers.collect::<Result<_>>()?;
-        Ok(Weights {
-            embed_tokens,
-            lm_head,
-            norm: read_norm(self.norm, FINAL_NORM)?,
-            layers,
-        })
-    }
-}
-
-fn read_norm((file, entry): (Arc<MappedFile>, TensorEntry), name: &str) -> Result<Vec<f32>> {
-    let values = convert(&file.bytes()[entry.bytes.clone()], entry.dtype, |x| x);
-    let not_finite = values.iter().position(|value| !value.is_finite());
-    refuse_not_finite(name, &file, &entry, not_finite)?;
-    Ok(values)
-}
-
-/// An error for an element that is not finite, or that no bf16 can hold.
-fn refuse_not_finite(
-    name: &str,
-    file: &MappedFile,
-    entry: &TensorEntry,
-    element: Option<usize>,
-) -> Result<()> {
-    let Some(element) = element else {
-        return Ok(());
-    };
-    let width = entry.dtype.bitsize() / 8;
-    let bytes = &file.bytes()[entry.bytes.clone()][element * width..][..width];
-    let value = convert(bytes, entry.dtype, |x| x)[0];
-    Err(Error::Tensor {
-        path: file.path().to_owned(),
-        tensor: name.to_owned(),
-        problem: format!("element {element} is {value}, which is no weight in bf16"),
-    })
-}
-
-/// Every element through f32. `dtype` is one of the three that [`Checkpoint::take`] lets pass.
-fn convert<T: Send>(bytes: &[u8], dtype: Dtype, f: impl Fn(f32) -> T + Sync) -> Vec<T> {
-    let pair = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
-    match dtype {
-        Dtype::BF16 => bytes
-            .par_chunks_exact(2)
-            .map(|b| f(bf16::from_bits(pair(b)).to_f32()))
-            .collect(),
-        Dtype::F16 => bytes
-            .par_chunks_exact(2)
-            .map(|b| f(f16::from_bits(pair(b)).to_f32()))
-            .collect(),
-        _ => bytes
-            .par_chunks_exact(4)
-            .map(|b| f(f32::from_le_bytes([b[0], b[1], b[2], b[3]])))
-            .collect(),
-    }
-}
-
-fn same_bytes(a: &[bf16], b: &[bf16]) -> bool {
-    bytemuck::cast_slice::<_, u8>(a) == bytemuck::cast_slice::<_, u8>(b)
 }
