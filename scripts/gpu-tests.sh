@@ -161,7 +161,7 @@ of_library='^matmul::'
 # expected before or after it. Copies by a tensor map into the same places, ordered by the same barriers, it does not look at.
 # Kernels whose blocks form clusters are not left out: racecheck of CUDA 13.0 then fails by itself, with an illegal address.
 long_kernels='decode_layers wide_ nf4_layer'
-their_tests='gpu_(wide_product|four_bit_layer)-'
+their_tests='gpu_(wide_product|whole_product|four_bit_layer)-'
 
 # One test under one tool, in a process of its own: TOOL BINARY TEST. Prints a line, and what the tool found.
 sanitize() {

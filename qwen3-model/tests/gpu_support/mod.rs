@@ -5,6 +5,7 @@
     reason = "a module of several test binaries, each of which uses its own part"
 )]
 
+pub mod decode_layers;
 pub mod products;
 mod profile;
 

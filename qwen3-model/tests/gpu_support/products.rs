@@ -22,6 +22,13 @@ pub fn multiply(x: &[f64], w: &[bf16], k: usize) -> Vec<f64> {
         .collect()
 }
 
+/// `silu(gate) * up` of rows of `n` products.
+pub fn gated(products: &[f64], n: usize, rounding: fn(f64) -> f64) -> Vec<f64> {
+    let unit = |(g, u): (&f64, &f64)| rounding(rounding(g / (1.0 + (-g).exp())) * u);
+    let row = |row: &[f64]| -> Vec<f64> { row[..n / 2].iter().zip(&row[n / 2..]).map(unit).collect() };
+    products.chunks(n).flat_map(row).collect()
+}
+
 /// What the norm before a product leaves: its bf16 input, not scaled, and sums of squares; and what goes through.
 pub struct Normed {
     pub x: Vec<bf16>,
