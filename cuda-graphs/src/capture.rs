@@ -59,7 +59,8 @@ pub struct Capture<'a> {
 }
 
 impl<'a> Capture<'a> {
-    /// Begins to capture everything given to `stream`; nothing of it runs until the graph is launched.
+    /// Begins to capture everything given to `stream`; nothing of it runs until the graph is launched. Waits while another
+    /// thread is in [`Device::synchronize`](crate::Device::synchronize).
     ///
     /// # Errors
     /// [`Error::ForbiddenInCapture`] if the stream is being captured already, [`Error::Driver`].

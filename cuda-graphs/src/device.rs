@@ -272,7 +272,8 @@ impl Device {
     }
 
     /// Waits until everything given to the device is done, and before that until no other thread captures: the driver
-    /// would break its capture.
+    /// would break its capture. A thread that waits for this one inside its capture waits for ever, and no capture begins
+    /// meanwhile.
     ///
     /// # Errors
     /// [`Error::ForbiddenInCapture`] if this thread is capturing, [`Error::Driver`] also for errors of earlier work.

@@ -39,6 +39,7 @@ __device__ __forceinline__ void init_rings(u32 base) {
 // the blocks of `mask`. At most W_FLYING of its own slots are on their way at once: more make everything else wait behind them.
 template <class Rings, int BLOCKS, int W_FLYING>
 __device__ __forceinline__ void copy_weight_chunks(u32 base, const void* map, u32 first, u32 n_chunks, u32 row, u32 part, u32 mask) {
+    static_assert(BLOCKS <= 2 && W_FLYING <= Rings::W_SLOTS, "halves, and slots that have landed in order");
     const u64 policy = evict_first();
     u32 slot = 0, parity = 1, landed = 0, landed_parity = 0;
     for (u32 i = 0; i < n_chunks; ++i) {

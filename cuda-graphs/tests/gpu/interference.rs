@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use cuda_graphs::{
-    Capture, DeviceBuffer, Error, Event, Matmul, MatmulDims, MatmulOptions, PinnedBuffer, Result, Stream,
+    CacheLocation, Capture, DeviceBuffer, Error, Event, Matmul, MatmulDims, MatmulOptions, PinnedBuffer,
+    Result, Stream,
 };
 use half::bf16;
 
@@ -49,7 +50,11 @@ fn captures_beside(act: Act<'_>) -> (usize, usize, Option<Error>, usize) {
 #[ignore = "needs an NVIDIA GPU"]
 fn what_another_thread_does_by_this_crate_breaks_no_capture() {
     let folder = tempfile::tempdir().unwrap();
-    let options = || MatmulOptions::default();
+    // Shapes are new each time: their algorithms are timed.
+    let options = || MatmulOptions {
+        cache: CacheLocation::Off,
+        ..MatmulOptions::default()
+    };
     let dims = |m| MatmulDims { m, n: 256, k: 128 };
     let multiply = |stream: &Stream, matmul: &Matmul, m: usize| -> Result<()> {
         let x = DeviceBuffer::<bf16>::zeroed(stream.device(), m * 128)?;

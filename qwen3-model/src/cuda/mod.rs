@@ -1,7 +1,7 @@
 //! The model on an NVIDIA GPU.
 //!
 //! [`CudaBackend`] is the second implementation of [`Backend`](crate::Backend): our own kernels between matrix
-//! products by cuBLASLt (on Hopper by kernels of our own for decode steps of up to 64 rows), all on
+//! products by cuBLASLt (on Hopper most by kernels of our own for decode steps of up to 256 rows), all on
 //! one stream, over buffers whose addresses never change. Two kinds of
 //! steps share the buffers and the [`walk`](crate::walk) over the layers:
 //!

@@ -61,7 +61,8 @@ impl Served {
     };
 
     /// What is faster by our kernels for so many rows; measured on an H200, see docs/performance.md. `heads`: QKV may be by
-    /// [`Maker::Heads`], which as our gate+up takes sums of squares in however many parts; the wide form does not.
+    /// [`Maker::Heads`], which as our gate+up beyond 64 rows takes sums of squares in however many parts; the wide form, which
+    /// is gate+up up to 64 and a little faster for down from 65 to 96 rows, does not.
     const fn of(rows: usize, heads: bool) -> Self {
         use Maker::{Clusters, Heads, Library, Wide};
         let [qkv, o, down] = match (rows, heads) {
@@ -351,5 +352,31 @@ impl CudaBackend {
             heads: None,
         };
         wide.products.run(&self.stream, &op)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Wide kernels take sums of squares in parts of 64 columns, as wide kernels leave them.
+    #[test]
+    fn nothing_wide_follows_sums_of_squares_by_clusters() {
+        for (rows, heads) in ROWS.flat_map(|rows| [(rows, false), (rows, true)]) {
+            let heads = heads && QKV_PRODUCT_ROWS.contains(&rows);
+            let served = Served::of(rows, heads);
+            assert_eq!(served.qkv == Maker::Heads, heads, "{rows}: {served:?}");
+            if served.down == Maker::Clusters {
+                assert!(served.qkv != Maker::Wide && !served.head, "{rows}: {served:?}");
+            }
+            assert!(served.o != Maker::Clusters, "{rows}: gate and up may be wide");
+            assert!(
+                !served.o.is_ours() || served.gate_up,
+                "{rows}: nobody would scale"
+            );
+        }
+        assert_eq!(Served::of(64, true).down, Maker::Clusters);
+        assert_eq!(Served::of(64, false).down, Maker::Wide);
+        assert_eq!(Served::of(96, true).down, Maker::Wide);
     }
 }

@@ -4,14 +4,14 @@
 use bytemuck::{Pod, Zeroable};
 use cuda_graphs::{
     Arch, Archs, Compiler, Device, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
-    Swizzle, TensorElement, TensorMap, TensorMapSpec,
+    TensorMap,
 };
 use half::bf16;
 
 use super::decode_layers::HOPPER;
 use super::stage_output::StageOutput;
 use super::wgmma::product_header;
-use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COMMON, input_map, needed};
+use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COMMON, needed, rows_map};
 use super::{COMMON, aligned, refuse, same, small};
 use crate::Result;
 
@@ -34,10 +34,10 @@ const MOST_COLUMNS: usize = 128;
 const MOST_TILE_ROWS: usize = 192;
 /// Blocks that share the inner dimension; measured on an H200, see docs/performance.md.
 const SPLITS: usize = 4;
-/// Registers of a thread at most: ten warps, which are given registers by fours.
+/// Registers of a thread at most: up to ten warps, which are given registers by fours.
 const REGISTERS: u32 = 168;
 
-/// Fewest and most batch rows. With fewer [`WideProducts`](super::WideProducts) are faster.
+/// Fewest and most batch rows. With fewer, and on an H200 from 65 to 96, [`WideProducts`](super::WideProducts) are faster.
 pub const CLUSTER_ROWS: std::ops::RangeInclusive<usize> = 33..=ROWS[ROWS.len() - 1];
 
 /// A specialisation.
@@ -270,19 +270,20 @@ impl ClusterProduct {
             return refuse("output", "is not the residual stream".into());
         }
         let output = op.output.accept(stream, rows, self.n, self.squares_len(rows))?;
-        for (what, at) in [
-            ("residual", output.out),
-            ("norm", output.norm),
-            ("normed", output.normed),
+        // Four elements at once are read and written of each.
+        for (what, at, bytes) in [
+            ("residual", output.out, 16),
+            ("norm", output.norm, 16),
+            ("normed", output.normed, 8),
         ] {
-            aligned(what, at, 8)?;
+            aligned(what, at, bytes)?;
         }
         for buffer in [op.weight, op.input] {
             stream.keep_memory(buffer);
         }
         let params = ClusterParams {
-            w_map: weight_map(op.weight, self.n, k, form)?,
-            x_map: input_map(op.input, rows, k, form.columns())?,
+            w_map: rows_map(op.weight, self.n, k, form.tile_rows / form.halves())?,
+            x_map: rows_map(op.input, rows, k, form.columns())?,
             residual: output.out,
             norm: output.norm,
             normed: output.normed,
@@ -302,18 +303,6 @@ impl ClusterProduct {
         // at the same time, and for no others.
         Ok(unsafe { kernel.launch(stream, &config, &params) }?)
     }
-}
-
-/// A row-major `[n, k]` matrix in boxes of 64 columns and what one block fetches of a tile.
-fn weight_map(weight: DeviceSlice<'_, bf16>, n: usize, k: usize, form: &Form) -> Result<TensorMap> {
-    let spec = TensorMapSpec {
-        element: TensorElement::Bf16,
-        dims: &[k as u64, n as u64],
-        strides: &[2 * k as u64],
-        box_dims: &[CHUNK as u32, (form.tile_rows / form.halves()) as u32],
-        swizzle: Swizzle::Bytes128,
-    };
-    Ok(TensorMap::tiled(weight, &spec)?)
 }
 
 #[cfg(test)]

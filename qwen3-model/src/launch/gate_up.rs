@@ -9,7 +9,7 @@ use half::bf16;
 
 use super::decode_layers::HOPPER;
 use super::wgmma::product_header;
-use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_ALL_KINDS, WIDE_COMMON, input_map, needed};
+use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_ALL_KINDS, WIDE_COMMON, needed, rows_map};
 use super::{COMMON, aligned, refuse, same, small};
 use crate::Result;
 
@@ -280,7 +280,7 @@ impl TileKernels {
         let tiles = n.div_ceil(form.tile_rows);
         let params = GateUpParams {
             w_map: self.weight_map(op.weight, k, form)?,
-            x_map: input_map(op.input, rows, k, form.columns)?,
+            x_map: rows_map(op.input, rows, k, form.columns)?,
             out: op.out.ptr(),
             squares_in: op.squares.map_or(0, |squares| squares.ptr()),
             rows: small("rows", rows)?,

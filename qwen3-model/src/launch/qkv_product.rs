@@ -4,7 +4,7 @@
 use bytemuck::{Pod, Zeroable};
 use cuda_graphs::{
     Arch, Archs, Compiler, Device, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
-    Swizzle, TensorElement, TensorMap, TensorMapSpec,
+    TensorMap,
 };
 use half::bf16;
 
@@ -12,7 +12,7 @@ use super::cluster_product::{CLUSTER_PRIMITIVES, CLUSTER_RINGS, clusters_at_once
 use super::decode_layers::HOPPER;
 use super::rope_write::{QkvRopeWrite, QkvRopeWriteLaunch, RowScale};
 use super::wgmma::product_header;
-use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COMMON, WIDE_HEAD_DIM, input_map, needed};
+use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COMMON, WIDE_HEAD_DIM, needed, rows_map};
 use super::{COMMON, ROPE, ROPE_WRITE, aligned, refuse, same, small};
 use crate::Result;
 
@@ -20,8 +20,8 @@ const QKV_PRODUCT: Header = Header::new("qkv_product.cuh", include_str!("../../k
 
 /// Batch rows that kernels are compiled for.
 const ROWS: [usize; 5] = [64, 96, 128, 192, 256];
-/// Registers of a thread at most where the threads of a block leave as many.
-const MOST_REGISTERS: usize = 168;
+/// Registers of a thread at most: up to twelve warps.
+const REGISTERS: u32 = 168;
 /// Most slots of a ring.
 const MOST_SLOTS: usize = 10;
 /// Blocks of a cluster, which share a head's weights, each with so many of the batch rows.
@@ -50,16 +50,6 @@ impl Form {
     /// As `QkvProductMemory::THREADS` in the kernel.
     const fn threads(&self) -> usize {
         self.groups() * 128 + 128
-    }
-
-    /// Of a thread at most.
-    const fn registers(&self) -> usize {
-        let most = 65_536 / self.threads() / 8 * 8;
-        if most < MOST_REGISTERS {
-            most
-        } else {
-            MOST_REGISTERS
-        }
     }
 
     const fn w_slot(&self) -> usize {
@@ -118,7 +108,7 @@ impl Form {
         .define("OF_X_SLOTS", x_slots)
         .define("OF_W_FLYING", self.flying())
         .archs(Archs::Only(vec![Arch::SM_90A]))
-        .entry("qkv_product", Limits::registers(self.registers() as u32))
+        .entry("qkv_product", Limits::registers(REGISTERS))
     }
 }
 
@@ -229,8 +219,8 @@ impl QkvProduct {
             stream.keep_memory(buffer);
         }
         let params = QkvProductParams {
-            w_map: weight_map(op.weight, n, k)?,
-            x_map: input_map(op.input, rows, k, form.columns())?,
+            w_map: rows_map(op.weight, n, k, WIDE_HEAD_DIM / BLOCKS)?,
+            x_map: rows_map(op.input, rows, k, form.columns())?,
             rows: QkvRopeWriteLaunch::new(
                 op.heads.accept(stream, WIDE_HEAD_DIM)?,
                 op.scale.as_ref(),
@@ -251,18 +241,6 @@ impl QkvProduct {
     }
 }
 
-/// A row-major `[n, k]` matrix in boxes of 64 columns and what one block fetches of a head.
-fn weight_map(weight: DeviceSlice<'_, bf16>, n: usize, k: usize) -> Result<TensorMap> {
-    let spec = TensorMapSpec {
-        element: TensorElement::Bf16,
-        dims: &[k as u64, n as u64],
-        strides: &[2 * k as u64],
-        box_dims: &[CHUNK as u32, (WIDE_HEAD_DIM / BLOCKS) as u32],
-        swizzle: Swizzle::Bytes128,
-    };
-    Ok(TensorMap::tiled(weight, &spec)?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -276,7 +254,7 @@ mod tests {
                 w_slots > form.flying() && x_slots >= 4,
                 "{form:?}: {w_slots}, {x_slots}"
             );
-            assert!(form.threads() * form.registers() <= 65_536, "{form:?}");
+            assert!(form.threads() * REGISTERS as usize <= 65_536, "{form:?}");
             // Boxes are of whole groups of 8 rows, and slots begin at multiples of 1,024 bytes.
             assert!(form.columns().is_multiple_of(8), "{form:?}");
             assert_eq!(form.columns() * BLOCKS, form.rows);

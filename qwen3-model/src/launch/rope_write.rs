@@ -55,7 +55,7 @@ pub struct RowScale<'a> {
     pub eps: f32,
 }
 
-/// As in `kernels/qkv_rope_write.cu`.
+/// As in `kernels/rope_write.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 pub(super) struct QkvRopeWriteLaunch {

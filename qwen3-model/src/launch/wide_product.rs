@@ -333,7 +333,7 @@ impl WideProducts {
         } = op.output.accept(stream, rows, n, self.squares_len(rows, n))?;
         let params = WideParams {
             w_map: weight_map(op.weight, n, k, kind as usize == GATED)?,
-            x_map: input_map(op.input, rows, k, form.columns)?,
+            x_map: rows_map(op.input, rows, k, form.columns)?,
             out,
             norm,
             normed,
@@ -399,18 +399,18 @@ fn weight_map(matrix: DeviceSlice<'_, bf16>, n: usize, k: usize, gated: bool) ->
     Ok(TensorMap::tiled(matrix, &spec)?)
 }
 
-/// `[rows, k]` in boxes of 64 columns and all batch rows.
-pub(super) fn input_map(
+/// A row-major `[rows, k]` matrix in boxes of 64 columns and `box_rows` rows.
+pub(super) fn rows_map(
     matrix: DeviceSlice<'_, bf16>,
     rows: usize,
     k: usize,
-    columns: usize,
+    box_rows: usize,
 ) -> Result<TensorMap> {
     let spec = TensorMapSpec {
         element: TensorElement::Bf16,
         dims: &[k as u64, rows as u64],
         strides: &[2 * k as u64],
-        box_dims: &[CHUNK as u32, columns as u32],
+        box_dims: &[CHUNK as u32, box_rows as u32],
         swizzle: Swizzle::Bytes128,
     };
     Ok(TensorMap::tiled(matrix, &spec)?)

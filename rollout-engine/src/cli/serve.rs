@@ -292,7 +292,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
 fn seconds_or_0(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok();
     let time = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    time.ok_or_else(|| "use a number of seconds".into())
+    time.ok_or_else(|| "use a number of seconds, 0 or more".into())
 }
 
 fn logprobs_mode(text: &str) -> Result<LogprobsMode, String> {

@@ -27,7 +27,7 @@ pub struct ServeSettings {
     pub pause_timeout: Option<Duration>,
     /// Time that the engine may take for one step, or for opening weights or applying adapters, before it is taken to hang:
     /// `/health` answers 503 from then on, until it gets on again. A pause is no hang. Zero or none notices nothing.
-    /// Default: 15 min, which long prompts and large models on slow disks do not reach.
+    /// Default: 15 min, which a large model from a slow disk may need more than.
     pub watchdog_timeout: Option<Duration>,
     /// Bounds on what clients may ask for and use.
     pub limits: Limits,

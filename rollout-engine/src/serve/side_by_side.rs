@@ -67,12 +67,17 @@ impl SideBySide {
         policy: &Arc<Policy>,
         used: impl Fn(&Policy) -> bool,
     ) -> Result<(), Error> {
-        if policy.adapter.is_none() || self.served.iter().any(|served| served.version == policy.version) {
+        if self.serves(policy) {
             return Ok(());
         }
         let mut next = self.wanted(used);
         next.push(policy.clone());
         self.serve(engine, next)
+    }
+
+    /// Whether there is nothing to do for a policy.
+    pub(super) fn serves(&self, policy: &Policy) -> bool {
+        policy.adapter.is_none() || self.served.iter().any(|served| served.version == policy.version)
     }
 
     /// Has the engine give up what nobody can ask for and nobody uses.

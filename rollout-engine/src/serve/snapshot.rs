@@ -113,7 +113,7 @@ impl Shared {
 
     /// The engine's thread is over.
     pub(super) fn end(&self) {
-        self.watchdog.rests();
+        self.watchdog.ends();
         self.ended.send_replace(true);
     }
 

@@ -6,6 +6,7 @@
 
 use std::fmt;
 use std::future::pending;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -50,7 +51,7 @@ impl fmt::Display for Hang {
         let seconds = self.since.elapsed().as_secs_f64();
         write!(
             f,
-            "the engine hangs: it has been {task} for {seconds:.1} s, and --watchdog-timeout is {timeout} s"
+            "the engine hangs: it has been {task} for {seconds:.1} s, and the watchdog's time is {timeout} s"
         )
     }
 }
@@ -62,6 +63,7 @@ pub(super) struct Watchdog {
     timeout: Option<Duration>,
     /// `None` while it rests.
     work: Mutex<Option<(Task, Instant)>>,
+    over: AtomicBool,
 }
 
 impl Watchdog {
@@ -69,6 +71,7 @@ impl Watchdog {
         Self {
             timeout: timeout.filter(|timeout| !timeout.is_zero()),
             work: Mutex::new(None),
+            over: AtomicBool::new(false),
         }
     }
 
@@ -80,6 +83,12 @@ impl Watchdog {
     /// There is nothing to do.
     pub(super) fn rests(&self) {
         self.set(None);
+    }
+
+    /// The thread has ended.
+    pub(super) fn ends(&self) {
+        self.over.store(true, Ordering::Relaxed);
+        self.rests();
     }
 
     fn set(&self, work: Option<(Task, Instant)>) {
@@ -111,6 +120,9 @@ impl Watchdog {
             tracing::error!("{hang}");
             while self.hang().is_some_and(|now| now.since == hang.since) {
                 self.tick().await;
+            }
+            if self.over.load(Ordering::Relaxed) {
+                return pending().await;
             }
             let seconds = hang.since.elapsed().as_secs_f64();
             tracing::warn!("the engine gets on again, after {seconds:.1} s");

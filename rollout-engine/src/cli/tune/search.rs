@@ -95,21 +95,24 @@ pub(super) fn search(
     })
 }
 
-/// Runs options and the defaults in turn, until it is clear that the options are no faster, at most [`RUNS`] times.
+/// Runs options and the defaults in turn, until it is clear that the options are no faster, at most [`RUNS`] times. Options that are
+/// refused now, for want of memory say, are not faster.
 fn run_again(workload: &mut dyn Workload, options: TunedOptions) -> Result<Duel, CliError> {
     let mut duel = Duel {
         options,
         ours: Vec::new(),
         defaults: Vec::new(),
     };
-    let mut rates = |options: &TunedOptions| {
-        let refused = |reason| CliError::Failed(format!("what ran before is refused now: {reason}"));
-        let (rates, _) = workload.run(options)?.map_err(refused)?;
-        Ok::<_, CliError>(rates)
-    };
     while duel.ours.len() < RUNS && duel.is_won() {
-        duel.defaults.push(rates(&TunedOptions::default())?);
-        duel.ours.push(rates(&options)?);
+        let refused =
+            |reason| CliError::Failed(format!("the defaults ran before and are refused now: {reason}"));
+        let (defaults, _) = workload.run(&TunedOptions::default())?.map_err(refused)?;
+        let ours = match workload.run(&options)? {
+            Ok((ours, _)) => ours,
+            Err(_) => vec![0.0; defaults.len()],
+        };
+        duel.defaults.push(defaults);
+        duel.ours.push(ours);
     }
     Ok(duel)
 }

@@ -28,6 +28,9 @@ impl Worker {
         let (Some(side_by_side), Some(engine)) = (&mut self.side_by_side, &mut self.engine) else {
             return Ok(());
         };
+        if side_by_side.serves(policy) {
+            return Ok(());
+        }
         self.shared.watchdog.begins(Task::ApplyingAdapters);
         let added = side_by_side.add(engine, policy, |policy| in_use(&self.jobs, policy));
         added.map_err(|error| {
