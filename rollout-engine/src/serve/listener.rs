@@ -81,8 +81,9 @@ pub(super) async fn run(
             drop(permit);
         });
     }
-    drop(listener);
+    // Before anyone can see that the end has come: what is sent from then on comes after it.
     app.engine.drain();
+    drop(listener);
     let _ = tokio::time::timeout(limits.drain_timeout, graceful.shutdown()).await;
     connections.shutdown().await;
 }
