@@ -1,5 +1,6 @@
 """GRPO with TRL's GRPOTrainer as it is, completions from `rollout serve`.
 
+    mkdir -p /tmp/policies
     rollout serve --device cpu --no-merge-lora --allow-root /tmp/policies &
     python examples/trl/grpo.py --adapters /tmp/policies
 
