@@ -27,7 +27,7 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use tracing::level_filters::LevelFilter;
 
 use crate::Error;
@@ -103,9 +103,10 @@ pub fn stdout_was_closed() {
 /// Runs the command with these arguments (the first is the program's name) and gives its exit code. Results go to
 /// standard output; errors go to standard error, in one line each.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let cli = match args::Cli::try_parse_from(args) {
+    let args: Vec<OsString> = args.into_iter().collect();
+    let cli = match args::Cli::try_parse_from(&args) {
         Ok(cli) => cli,
-        Err(error) => return report_parse_error(&error),
+        Err(error) => return report_parse_error(&error, &args),
     };
     output::let_size_limits_fail_writes();
     match run_command(&cli) {
@@ -165,7 +166,7 @@ fn failed(error: &CliError) -> ExitCode {
 }
 
 /// Help and version go to standard output in full; of a usage error its first line and the advice.
-fn report_parse_error(error: &clap::Error) -> ExitCode {
+fn report_parse_error(error: &clap::Error, args: &[OsString]) -> ExitCode {
     if !error.use_stderr() {
         return match output::write_stdout(&error.render().to_string()) {
             Ok(()) => ExitCode::SUCCESS,
@@ -176,13 +177,23 @@ fn report_parse_error(error: &clap::Error) -> ExitCode {
         report("no command was given: use `rollout generate`, or `rollout --help` for all");
         return ExitCode::from(2);
     }
-    report(&in_one_line(&error.render().to_string()));
+    report(&in_one_line(&error.render().to_string(), &named_command(args)));
     ExitCode::from(2)
 }
 
-/// What clap says of a usage error in several lines, with the help to look into.
-fn in_one_line(text: &str) -> String {
-    let (mut message, mut command) = (String::new(), "rollout".to_string());
+/// The program with the subcommand that the arguments name, if any.
+fn named_command(args: &[OsString]) -> String {
+    let program = args::Cli::command();
+    let named = args.iter().skip(1).find_map(|arg| program.find_subcommand(arg));
+    named.map_or("rollout".to_string(), |found| {
+        format!("rollout {}", found.get_name())
+    })
+}
+
+/// What clap says of a usage error in several lines, with the help to look into: of the command in the usage line, which
+/// clap leaves out where a value is wrong, or else of this one.
+fn in_one_line(text: &str, command: &str) -> String {
+    let (mut message, mut command) = (String::new(), command.to_string());
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
         if let Some(usage) = line.strip_prefix("Usage:") {
             let words = usage.split_whitespace();

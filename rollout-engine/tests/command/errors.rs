@@ -23,6 +23,11 @@ fn bad_flags_are_refused_with_advice() {
             &["generate", "--max-new-tokens", "0"],
             &["--max-new-tokens", "at least 1"],
         ),
+        // The help that was named for a wrong value once was `rollout --help`, which has none of the flags.
+        (
+            &["generate", "--device", "gpu"],
+            &["cuda:N", "see `rollout generate --help`"],
+        ),
         (&["generate", "--max-new-tokens", "-5"], &["-5"]),
         (&["generate", "-n", "0"], &["--n", "at least 1"]),
         // It once was taken for a number of places to reserve.
