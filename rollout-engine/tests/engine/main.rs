@@ -12,4 +12,5 @@ mod sampling;
 mod scheduler_cases;
 mod scheduler_properties;
 mod scheduler_refusals;
+mod stop_strings;
 mod support;

@@ -1,9 +1,12 @@
 //! What these tests share: a scheduler over a runner that computes nothing, and files of the repository.
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 
+use paged_kv::PageTable;
 use rollout_engine::fake_runner::FakeRunner;
-use rollout_engine::{RunnerShape, SamplingParams, Scheduler};
+use rollout_engine::runner::{Runner, RunnerMemory, SampledToken, Step};
+use rollout_engine::{Error, RunnerShape, SamplingParams, Scheduler};
 use serde::Deserialize;
 
 pub(crate) fn scheduler(shape: RunnerShape) -> Scheduler<FakeRunner> {
@@ -47,4 +50,52 @@ pub(crate) struct Golden {
 pub(crate) fn golden(name: &str) -> Vec<Golden> {
     let path = fixtures().join(format!("golden/greedy-{name}.json"));
     serde_json::from_str(&std::fs::read_to_string(path).expect("the golden file")).expect("JSON")
+}
+
+/// A runner of any shape that samples one token again and again, and computes nothing.
+pub(crate) struct Constant {
+    pub(crate) shape: RunnerShape,
+    pub(crate) token: u32,
+    rows: VecDeque<usize>,
+}
+
+impl Constant {
+    pub(crate) fn new(shape: RunnerShape, token: u32) -> Self {
+        Self {
+            shape,
+            token,
+            rows: VecDeque::new(),
+        }
+    }
+}
+
+impl Runner for Constant {
+    fn shape(&self) -> RunnerShape {
+        self.shape
+    }
+
+    fn device(&self) -> String {
+        "constant".into()
+    }
+
+    fn memory(&self) -> RunnerMemory {
+        RunnerMemory::default()
+    }
+
+    fn submit(&mut self, step: &Step, _: &mut PageTable) -> Result<(), Error> {
+        self.rows.push_back(step.sampled_rows());
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Vec<SampledToken>, Error> {
+        let sampled = SampledToken {
+            token: self.token,
+            ..SampledToken::default()
+        };
+        Ok(vec![sampled; self.rows.pop_front().unwrap_or_default()])
+    }
+
+    fn reset(&mut self) {
+        self.rows.clear();
+    }
 }
