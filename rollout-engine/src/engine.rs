@@ -1,6 +1,6 @@
 //! The engine: requests in, completions out.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use lora_merge::ActiveAdapter;
@@ -129,7 +129,10 @@ impl<R: Runner> Engine<R> {
     /// The step failed and all unfinished requests are given up; see [`Scheduler::step`].
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
         let mut events = Vec::new();
-        self.scheduler.step(&mut events)?;
+        if let Err(error) = self.scheduler.step(&mut events) {
+            self.forget_given_up();
+            return Err(error);
+        }
         let text = self.text.as_deref();
         Ok(self
             .backlog
@@ -165,6 +168,22 @@ impl<R: Runner> Engine<R> {
         let text = self.text.as_deref();
         self.backlog
             .extend(events.into_iter().map(|event| with_text(event, text)));
+        if !self.scheduler.has_unfinished() {
+            self.forget_given_up();
+        }
+    }
+
+    /// Of results kept, leaves those of completions that have ended: nothing more comes of the others.
+    fn forget_given_up(&mut self) {
+        let ended = |event: &Event| match event {
+            Event::Finished { request, index, .. } => Some((*request, *index)),
+            _ => None,
+        };
+        let ended: HashSet<_> = self.backlog.iter().filter_map(ended).collect();
+        self.backlog.retain(|event| match event {
+            Event::Token { request, index, .. } => ended.contains(&(*request, *index)),
+            _ => true,
+        });
     }
 
     /// Whether any request waits or runs, or has results that no [`Engine::step`] has given yet.
