@@ -213,6 +213,7 @@ impl<R: Runner> Scheduler<R> {
         });
         *budget -= len;
         sequence.computed += len;
+        self.statistics.resumed_tokens += sequence.lost.min(start + len).saturating_sub(start) as u64;
         if last {
             sequence.prefilling = false;
             sequence.in_flight += 1;

@@ -52,8 +52,8 @@ pub(super) struct Sequence {
     pub(super) prefilling: bool,
     /// How many later requests were admitted while this one waited for pages.
     pub(super) overtaken: usize,
-    /// Whether the sequence had a slot before and lost it.
-    pub(super) preempted: bool,
+    /// Positions that were computed before the sequence lost a slot.
+    pub(super) lost: usize,
 }
 
 impl Sequence {
@@ -83,7 +83,7 @@ impl Sequence {
             in_flight: 0,
             prefilling: true,
             overtaken: 0,
-            preempted: false,
+            lost: 0,
         }
     }
 
@@ -158,9 +158,9 @@ impl Sequence {
     /// Forgets everything that was computed, to compute it anew. To be called when nothing of the sequence is in flight.
     pub(super) fn restart(&mut self) {
         self.slot = None;
+        self.lost = self.lost.max(self.computed);
         self.computed = 0;
         self.prefilling = true;
-        self.preempted = true;
     }
 
     /// The tokens that are known and whose keys and values steps have written or will have, in order.

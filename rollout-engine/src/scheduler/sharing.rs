@@ -17,6 +17,11 @@ impl<R: Runner> Scheduler<R> {
     /// Those of the page table, which are defects.
     pub fn set_prefix_cache(&mut self, on: bool) -> Result<(), Error> {
         self.clear_prefix_cache()?;
+        // From now on the index keeps what groups had pinned. Of a page that both held each would take the other for a user,
+        // and none would give it up.
+        for group in self.groups.values_mut().filter(|_| on) {
+            group.unpin(&mut self.pages)?;
+        }
         self.prefix_index = on.then(|| PrefixIndex::new(self.shape.page_size, self.versions()));
         Ok(())
     }
@@ -184,7 +189,7 @@ impl<R: Runner> Scheduler<R> {
             }
             Start::Pages { .. } => self.pages.allocate_slot()?,
         };
-        let (tokens, resumed) = (sequence.token_ids.len(), sequence.preempted);
+        let tokens = sequence.token_ids.len();
         sequence.slot = Some(slot);
         let sequence = self.running.entry(id).or_insert(sequence);
         let mut led = true;
@@ -197,9 +202,6 @@ impl<R: Runner> Scheduler<R> {
         sequence.computed = computed;
         self.statistics.shared_pages += (computed / self.shape.page_size) as u64;
         self.statistics.saved_prefill_tokens += computed as u64;
-        if resumed {
-            self.statistics.resumed_tokens += (tokens - computed) as u64;
-        }
         if !led
             && let Some(group) = self.groups.get_mut(&id.request)
             && group.shared_len > computed

@@ -501,3 +501,27 @@ proptest! {
         run(shape, &jobs, true);
     }
 }
+
+#[test]
+fn pages_that_a_group_pinned_before_the_prefix_cache_came_can_be_given_up() {
+    let mut scheduler = scheduler(RunnerShape {
+        vocab_size: 1000,
+        max_batch_size: 2,
+        n_pages: 1 + 12,
+        ..FakeRunner::small_shape()
+    });
+    // Grows to the whole pool.
+    let alone = scheduler.submit(prompt(4, 2), &new_tokens(60)).expect("fits");
+    let group = scheduler
+        .submit_group(prompt(21, 1), &new_tokens(3), 80)
+        .expect("fits");
+    let mut events = Vec::new();
+    for _ in 0..8 {
+        scheduler.step(&mut events).expect("steps");
+    }
+    scheduler.set_prefix_cache(true).expect("keeps pages");
+    while scheduler.has_unfinished() {
+        scheduler.step(&mut events).expect("steps");
+    }
+    results(events, &HashMap::from([(alone, 1), (group, 80)]));
+}
