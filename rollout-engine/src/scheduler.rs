@@ -113,7 +113,7 @@ impl<R: Runner> Scheduler<R> {
         let pages = PageTable::new(PageTableConfig {
             n_pages: shape.n_pages,
             page_size: shape.page_size,
-            n_slots: shape.max_batch_size + 1,
+            n_slots: shape.max_batch_size.saturating_add(1),
             max_pages_per_slot: shape.max_seq_length.div_ceil(shape.page_size),
         })?;
         Ok(Self {
@@ -526,7 +526,18 @@ fn check_shape(shape: &RunnerShape) -> Result<(), Error> {
             advice: format!("at least {least}{why}"),
         }),
     };
+    // What a page table can have, in the words of this shape.
+    let at_most = |setting, value: usize, most: usize| match value <= most {
+        true => Ok(()),
+        false => Err(Error::InvalidSetting {
+            setting,
+            value: value.to_string(),
+            advice: format!("at most {most}"),
+        }),
+    };
+    const MOST: usize = i32::MAX as usize;
     at_least("max_batch_size", shape.max_batch_size, 1, "")?;
+    at_most("max_batch_size", shape.max_batch_size, MOST - 1)?;
     at_least("page_size", shape.page_size, 1, "")?;
     at_least("n_pages", shape.n_pages, 2, " (page 0 is reserved for padding)")?;
     at_least(
@@ -534,6 +545,11 @@ fn check_shape(shape: &RunnerShape) -> Result<(), Error> {
         shape.max_seq_length,
         2,
         " (a prompt token and a new one)",
+    )?;
+    at_most(
+        "max_seq_length",
+        shape.max_seq_length,
+        MOST.saturating_mul(shape.page_size),
     )?;
     at_least("max_in_flight", shape.max_in_flight, 1, "")?;
     at_least("max_prefill_tokens", shape.max_prefill_tokens, 1, "")

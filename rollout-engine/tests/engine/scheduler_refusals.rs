@@ -4,7 +4,7 @@ use rollout_engine::fake_runner::FakeRunner;
 use rollout_engine::{Engine, Error, Request, RunnerShape, SamplingParams, Scheduler};
 
 use crate::scheduler_cases::{finish, shape};
-use crate::support::{new_tokens, prompt, scheduler};
+use crate::support::{Constant, new_tokens, prompt, scheduler};
 
 #[test]
 fn a_prompt_larger_than_the_pool_is_refused_and_the_queue_behind_it_goes_on() {
@@ -180,10 +180,47 @@ fn shapes_that_cannot_work_are_refused() {
             },
             "max_prefill_tokens",
         ),
+        (
+            RunnerShape {
+                max_batch_size: usize::MAX,
+                ..shape()
+            },
+            "max_batch_size",
+        ),
+        (
+            RunnerShape {
+                max_seq_length: usize::MAX,
+                ..shape()
+            },
+            "max_seq_length",
+        ),
     ] {
-        match Scheduler::new(FakeRunner::new(bad), vec![]) {
+        match Scheduler::new(Constant::new(bad, 0), vec![]).map(drop) {
             Err(Error::InvalidSetting { setting: named, .. }) => assert_eq!(named, setting),
             other => panic!("{setting}: {other:?}"),
         }
     }
+}
+
+#[test]
+fn nothing_follows_of_requests_that_a_step_gave_up_but_what_had_ended() {
+    let shape = RunnerShape {
+        max_in_flight: 2,
+        ..FakeRunner::small_shape()
+    };
+    let mut engine =
+        Engine::with_runner(FakeRunner::new(shape).failing_after(4), vec![], None).expect("a valid shape");
+    let requests = [3, 30].map(|n| Request::token_ids([1, 2]).max_new_tokens(n));
+    let [short, _long] = requests.map(|request| engine.submit(&request).expect("fits"));
+    let mut failed = false;
+    while !failed {
+        failed = engine.step().is_err();
+        if !failed {
+            // Collects what is under way, which is kept for the next step.
+            engine.load_adapters([]).expect("a change");
+        }
+    }
+    let left = engine.step().expect("nothing to do");
+    assert!(left.iter().all(|event| event.request() == short), "{left:?}");
+    assert!(!engine.has_unfinished());
 }
