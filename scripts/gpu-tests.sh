@@ -10,7 +10,9 @@
 #     --threads N        tests at once (default: libtest's own)
 #     --sanitizer[=TOOL] run them under compute-sanitizer instead: memcheck and racecheck, or the TOOL named. Each test is a
 #                        process of its own, several at once, with few of its cases (ROLLOUT_FEW_CASES)
-#     --jobs N           processes at once under a sanitizer (default: one per processor)
+#     --runs FILE        under a sanitizer, only the runs that FILE lists, in its order, to go on where another time ended: a line
+#                        each, TOOL BINARY TEST as the summary prints them; a BINARY may lack its hash
+#     --jobs N           processes at once under a sanitizer (default: one per processor), dealt over all GPUs
 #     --logs DIR         where the output goes (default: target/gpu-tests, or $OUT/gpu-tests)
 #     --timeout SECONDS  per binary (default: 900), or per test under a sanitizer (default: 300)
 #     --allow-skips      do not fail when a test says that it checked nothing
@@ -22,7 +24,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-bin= collect= filter= threads= tools= profile= timeout= allow_skips= mode=--include-ignored skips=()
+bin= collect= filter= threads= tools= profile= timeout= runs= allow_skips= mode=--include-ignored skips=()
 jobs=$(nproc)
 logs=${OUT:+$OUT/gpu-tests}; logs=${logs:-target/gpu-tests}
 usage() { sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"; }
@@ -32,6 +34,7 @@ while [ $# -gt 0 ]; do
     --collect) collect=${2:?}; shift ;;
     --filter) filter=${2:?}; shift ;;
     --threads) threads=${2:?}; shift ;;
+    --runs) runs=$(realpath -e "${2:?}") || exit 2; shift ;;
     --profile) profile=$(realpath -e "${2:?}") || exit 2; shift ;;
     --logs) logs=${2:?}; shift ;;
     --timeout) timeout=${2:?}; shift ;;
@@ -166,6 +169,8 @@ their_tests='gpu_(wide_product|whole_product|four_bit_layer)-'
 # One test under one tool, in a process of its own: TOOL BINARY TEST. Prints a line, and what the tool found.
 sanitize() {
   local tool=$1 binary=$2 test=$3 status state=ok start=$SECONDS places arguments=()
+  local gpu=$((process % gpu_count))
+  [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || local -x CUDA_VISIBLE_DEVICES=$gpu
   local kernel log=$logs/$tool-$(basename "$binary")-${test//[^A-Za-z0-9_]/.}.log
   # Calls that fail on purpose are tests of their own.
   if [ "$tool" = racecheck ]; then
@@ -177,7 +182,7 @@ sanitize() {
     fi
   fi
   timeout "$timeout" "$sanitizer" --tool "$tool" --report-api-errors no --show-backtrace no --print-limit 1000 \
-    "${arguments[@]}" --error-exitcode 86 "$binary" --include-ignored --exact "$test" --test-threads=1 --show-output >"$log" 2>&1
+    "${arguments[@]}" --error-exitcode 86 "$binary" --include-ignored --exact "$test" --test-threads=1 --nocapture >"$log" 2>&1
   status=$?
   # Every report names the kernels on both sides.
   places=$(grep -oE '(at|access at) [A-Za-z_][A-Za-z0-9_]*\+0x' "$log" | sed 's/.* //; s/+0x//' | sort | uniq -c)
@@ -213,11 +218,21 @@ under_sanitizers() {
       done
     done < <("$binary" --list --ignored ${filter:+"$filter"} 2>/dev/null | sed -n 's/: test$//p' | grep -vE "$measuring")
   done
+  if [ -n "$runs" ]; then
+    awk 'function of(tool, path, test) { sub(/.*\//, "", path); sub(/-[0-9a-f]+$/, "", path); return tool " " path " " test }
+      NR == FNR { line[of($1, $2, $3)] = line[of($1, $2, $3)] $0 "\n"; next }
+      of($1, $2, $3) in line { printf "%s", line[of($1, $2, $3)]; delete line[of($1, $2, $3)]; next }
+      NF { print "gpu-tests: no such run: " $0 >"/dev/stderr"; unknown = 1 }
+      END { exit unknown }' "$list" "$runs" >"$list.chosen" || exit 2
+    mv "$list.chosen" "$list"
+  fi
   # Compiled kernels and chosen algorithms are kept, so that the tools need not watch how they come about.
-  cut -d' ' -f2 "$list" | sort -u | xargs -r -P "$jobs" -I{} timeout "$timeout" {} --ignored ${filter:+"$filter"} \
-    --skip refresh_time --skip shape_of_qwen3_4b --skip two_to_the_31 >/dev/null 2>&1
-  echo "$total_gpu GPU tests run once by themselves in $((SECONDS - began)) s"
-  xargs -r -P "$jobs" -L 1 bash -c 'sanitize "$@"' _ <"$list" | tee "$logs/sanitizers.txt"
+  [ -n "$runs" ] || cut -d' ' -f2 "$list" | sort -u | xargs -r -P "$jobs" -I{} timeout "$timeout" {} --ignored \
+    ${filter:+"$filter"} --skip refresh_time --skip shape_of_qwen3_4b --skip two_to_the_31 >/dev/null 2>&1
+  [ -n "$runs" ] || echo "$total_gpu GPU tests run once by themselves in $((SECONDS - began)) s"
+  gpu_count=$(printf '%s\n' "$gpus" | grep -c '^GPU ')
+  export gpu_count
+  xargs -r -P "$jobs" --process-slot-var=process -L 1 bash -c 'sanitize "$@"' _ <"$list" | tee "$logs/sanitizers.txt"
   total_passed=$(grep -c ' s  ok$' "$logs/sanitizers.txt")
   broken=$(( $(wc -l <"$list") - total_passed ))
   echo

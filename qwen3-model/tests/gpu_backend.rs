@@ -132,7 +132,7 @@ fn prompts(seed: u64, n: usize) -> Vec<Vec<u32>> {
     let mut rng = rng(seed);
     (0..n)
         .map(|_| {
-            (0..rng.random_range(1..90))
+            (0..rng.random_range(1..if few_cases() { 12 } else { 90 }))
                 .map(|_| rng.random_range(5..560))
                 .collect()
         })
@@ -228,7 +228,7 @@ fn replay_equals_eager_bit_for_bit_in_every_batch_from_1_to_64_and_in_larger_buc
     // One batch for each form of the products.
     let larger = [256, 241, 224, 200, 192, 170, 160, 129, 128, 112, 96, 70];
     let batches = match few_cases() {
-        true => vec![80, 20, 3],
+        true => vec![40, 20, 3],
         false => larger.into_iter().chain((1..=64).rev()).collect(),
     };
     let most = batches[0];
@@ -328,7 +328,7 @@ fn decoding_continues_as_if_the_tokens_had_been_prompts() {
         .into_iter()
         .flat_map(|capture| batches.map(|batch| (capture, batch)));
     let chosen = match few_cases() {
-        true => vec![(false, (75, 2)), (false, (20, 3)), (true, (5, 4))],
+        true => vec![(false, (75, 1)), (false, (20, 2)), (true, (5, 3))],
         false => all.collect(),
     };
     for (capture, (n, steps)) in chosen {
@@ -355,7 +355,7 @@ fn heads_that_fill_the_device_decode_as_if_the_tokens_had_been_prompts() {
         (true, 250, 5),
     ];
     for (capture, n, steps) in if few_cases() {
-        vec![(false, 40, 2), (false, 180, 2)]
+        vec![(false, 40, 1), (false, 100, 1)]
     } else {
         all.to_vec()
     } {

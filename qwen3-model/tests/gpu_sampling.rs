@@ -377,16 +377,19 @@ fn tokens_are_those_of_the_definition() {
     let kernels = gpu.kernels(256, 128);
     for (seed, vocab) in cuda_graphs::cases((50..).zip([4usize, 64, 1024, 4096, 4100, 32_000, 151_936])) {
         let rows = match (cuda_graphs::few_cases(), vocab > 100_000) {
-            (true, true) => 8,
-            (true, false) => 60,
+            (true, true) => 4,
+            (true, false) => 40,
             (false, true) => 64,
             (false, false) => 200,
         };
         let batch = batch(seed, vocab, rows);
         let outcome = run(&gpu, &kernels, &batch);
         check(&batch, &outcome);
-        let again = run(&gpu, &kernels, &batch);
-        assert_eq!(outcome.tokens, again.tokens);
+        println!("vocabulary of {vocab}, {rows} rows");
+        if !cuda_graphs::few_cases() {
+            let again = run(&gpu, &kernels, &batch);
+            assert_eq!(outcome.tokens, again.tokens);
+        }
     }
 }
 
