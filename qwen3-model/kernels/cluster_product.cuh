@@ -64,12 +64,13 @@ __device__ __forceinline__ void cluster_product(const ClusterParams& p, unsigned
         barrier_expect(base + Memory::SUMMED, (SPLITS - 1) * mine * Memory::CONSUMERS * 16);
     }
     __syncthreads();
-    // Nothing is sent to a block whose barriers do not count yet.
+    // Nothing is sent to a block whose barriers do not count yet: sums, and with two halves weights from the start on. Of those only
+    // the warp that sends would have to wait here, but racecheck lets no thread past a wait before all have come to it.
     cluster_arrive();
+    if (HALVES == 2) cluster_wait();
 
     const u32 first = p.chunks * split / SPLITS, n_chunks = p.chunks * (split + 1) / SPLITS - first;
     if (warp == CONSUMER_WARPS) {
-        if (HALVES == 2) cluster_wait();
         if (lane == 0) {
             const u32 row = tile * TILE + (HALVES == 2 ? half * (TILE / 2) : 0);
             copy_weight_chunks<Rings, HALVES, W_FLYING>(base, p.w_map, first, n_chunks, row, half, 3u << (split * 2));
@@ -82,7 +83,7 @@ __device__ __forceinline__ void cluster_product(const ClusterParams& p, unsigned
         pdl_wait();
         if (lane == 0) copy_activation_chunks<Rings>(base, p.x_map, first, n_chunks, half * COLUMNS);
         __syncwarp();
-        cluster_wait();
+        if (HALVES == 1) cluster_wait();
         cluster_arrive();
         cluster_wait();
     } else {
@@ -123,7 +124,7 @@ __device__ __forceinline__ void cluster_product(const ClusterParams& p, unsigned
                 for (int i = 0; i < 4; ++i) acc[n][i] = 0.f;
         // The rings of all blocks are free when all have come.
         __syncwarp();
-        cluster_wait();
+        if (HALVES == 1) cluster_wait();
         cluster_arrive();
 
         cluster_wait();

@@ -5,12 +5,12 @@ mod gpu_support;
 
 use std::time::{Duration, Instant};
 
-use cuda_graphs::{CacheLocation, Compiler, CompilerOptions, few_cases};
+use cuda_graphs::{CacheLocation, Compiler, CompilerOptions, cases, few_cases};
 use gpu_support::{Gpu, POISON, config, repository, rng, tuned};
 use half::bf16;
 use lora_merge::cuda::MergeKernels;
 use paged_kv::{PageTable, Slot};
-use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, SampledToken, WeightSource};
+use qwen3_model::cuda::{CudaBackend, CudaOptions, DecodeRow, SampledToken, Stage, WeightSource};
 use qwen3_model::sampling::Sampling;
 use qwen3_model::{
     Backend, LogitRows, Projection, Qwen3Config, SequenceChunk, StepBatch, StepPlanner, Weights,
@@ -355,13 +355,30 @@ fn heads_that_fill_the_device_decode_as_if_the_tokens_had_been_prompts() {
         (true, 250, 5),
     ];
     for (capture, n, steps) in if few_cases() {
-        vec![(false, 40, 1), (false, 100, 1)]
+        vec![(false, 40, 1), (false, 130, 1)]
     } else {
         all.to_vec()
     } {
         let rig = Rig::new(&gpu, &config, WeightSource::Random(7), options(n + 3, 32));
         let [mean, _, spread] = decoded_against_fed(rig, capture, n, steps);
         assert!(mean < 0.05 * spread, "mean {mean} of {spread}");
+    }
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn large_steps_rotate_and_write_the_cache_within_qkv_where_heads_fill_the_device() {
+    let gpu = Gpu::open();
+    for (heads, kv_heads, within) in [(32, 8, true), (4, 2, false)] {
+        let config = config(256, 128, heads, kv_heads);
+        let mut rig = Rig::new(&gpu, &config, WeightSource::Random(7), options(256, 32));
+        for n in cases([65, 96, 97, 130, 200, 256]) {
+            let rows = vec![DecodeRow::greedy(0, 0); n];
+            let stages = [Some(Stage::Qkv), Some(Stage::Rope)];
+            let times = rig.backend.profile_stages(&rows, &stages).unwrap();
+            assert!(times[0].nodes >= config.n_layers, "{n} rows: {times:?}");
+            assert_eq!(times[1].nodes < config.n_layers, within, "{n} rows: {times:?}");
+        }
     }
 }
 

@@ -261,8 +261,15 @@ fn heads_agree_with_the_reference() {
     let gpu = Gpu::open();
     let product = product(&gpu);
     let mut rng = rng(1);
-    // Fewer chunks than slots and many more; one head of keys for several of queries.
-    for (heads, k) in cuda_graphs::cases([([2, 1], 128), ([4, 2], 320), ([2, 2], 2560), ([32, 8], 192)]) {
+    // One chunk, fewer than slots and many more; one head of keys for several of queries; heads that do not all fit at once.
+    for (heads, k) in cuda_graphs::cases([
+        ([2, 1], 128),
+        ([2, 1], 64),
+        ([4, 2], 320),
+        ([2, 2], 2560),
+        ([64, 8], 64),
+        ([32, 8], 192),
+    ]) {
         for rows in cuda_graphs::cases([33, 64, 65, 96, 97, 128, 129, 192, 200, 256]) {
             let case = Case::random(&mut rng, heads, k, rows);
             let input = Normed::random(&mut rng, rows, k);

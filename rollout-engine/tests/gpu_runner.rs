@@ -202,7 +202,7 @@ fn batches_of_65_to_256_give_the_golden_completions() {
     // The graphs of all buckets take minutes under a sanitizer.
     let mut scheduler = scheduler(pool(256, 64, 1 + 256 * 8), !few_cases());
     let mut excepted = 0;
-    for batch in some(&[65, 81, 96, 112, 128, 144, 193, 224, 256], &[100]) {
+    for batch in some(&[65, 81, 96, 112, 128, 144, 193, 224, 256], &[130]) {
         let chosen: Vec<&Golden> = (0..batch)
             .map(|i| &goldens[(i * 7 + batch) % goldens.len()])
             .collect();
