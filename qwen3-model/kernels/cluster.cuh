@@ -44,9 +44,3 @@ __device__ __forceinline__ void copy_rows_to(u32 mask, u32 to, const void* map, 
         "[%0], [%1, {%2, %3}], [%4], %5, %6;"
         ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((u16)mask), "l"(policy) : "memory");
 }
-// To this block alone, of what is read again.
-__device__ __forceinline__ void copy_batch_rows(u32 to, const void* map, u32 k, u32 row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
-}

@@ -64,7 +64,7 @@ __device__ __forceinline__ void copy_activation_chunks(u32 base, const void* map
         const u32 to = base + Rings::X + slot * Rings::X_SLOT, full = base + Rings::X_FULL + slot * 8;
         barrier_wait(base + Rings::X_EMPTY + slot * 8, parity);
         barrier_expect(full, Rings::X_SLOT);
-        copy_batch_rows(to, map, (first + i) * 64, row, full);
+        copy_activations(to, map, (first + i) * 64, row, full);
         if (++slot == Rings::X_SLOTS) slot = 0, parity ^= 1;
     }
 }

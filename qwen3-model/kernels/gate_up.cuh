@@ -123,7 +123,7 @@ __device__ __forceinline__ void gate_up(const GateUpParams& p, unsigned char* sh
     GateUpCopier<X_SLOTS, Memory::X_SLOT> x_copier(base + Memory::X, base + Memory::X_FULL, base + Memory::X_EMPTY);
     const u64 policy = evict_first();
     const auto copy_w = [&](u32 to, u32 chunk, u32 tile, u32 full) { copy_weights(to, p.w_map, chunk * 64, tile * (TILE / 8), full, policy); };
-    const auto copy_x = [&](u32 to, u32 chunk, u32, u32 full) { copy_activations(to, p.x_map, chunk * 64, full); };
+    const auto copy_x = [&](u32 to, u32 chunk, u32, u32 full) { copy_activations(to, p.x_map, chunk * 64, 0, full); };
     if (APART && warp == CONSUMER_WARPS) {
         u32 issued = 0, landed = 0, landed_parity = 0;
         while (lane == 0 && w_copier.tile < p.tiles) {

@@ -16,11 +16,11 @@ __device__ __forceinline__ void copy_weights(u32 to, const void* map, u32 k, u32
         "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
         ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(group), "r"(barrier), "l"(policy) : "memory");
 }
-// The box of 64 columns from `k`, all batch rows.
-__device__ __forceinline__ void copy_activations(u32 to, const void* map, u32 k, u32 barrier) {
+// The box of 64 columns from `k`, batch rows from `row` on: to this block alone, of what is read again.
+__device__ __forceinline__ void copy_activations(u32 to, const void* map, u32 k, u32 row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(barrier) : "memory");
+        ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }

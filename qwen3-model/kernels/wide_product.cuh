@@ -393,7 +393,7 @@ __device__ __forceinline__ void wide_product(const WideParams& p, const QkvRopeW
                 barrier_wait(base + Memory::X_EMPTY + slot * 8, parity);
                 const u32 full = base + Memory::X_FULL + slot * 8;
                 barrier_expect(full, Memory::X_SLOT_BYTES);
-                copy_activations(base + Memory::X + slot * Memory::X_SLOT_BYTES, p.x_map, (work.chunk + i) * 64, full);
+                copy_activations(base + Memory::X + slot * Memory::X_SLOT_BYTES, p.x_map, (work.chunk + i) * 64, 0, full);
                 if (++slot == X_SLOTS) slot = 0, parity ^= 1;
             }
     } else if (warp > WIDE_CONSUMERS / 32) { // scales, and the exchange of sums
