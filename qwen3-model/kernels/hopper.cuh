@@ -45,20 +45,22 @@ __device__ __forceinline__ void copy_box3(u32 to, const void* map, u32 x, u32 y,
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
         ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
 }
-// The same for what is read once: the first to leave the L2 cache.
-__device__ __forceinline__ void copy_box3_once(u32 to, const void* map, u32 x, u32 y, u32 z, u32 barrier) {
+// Of what is read once, as weights are: it shall not drive activations and sums out of the L2 cache.
+__device__ __forceinline__ u64 evict_first() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// The same box of what is read once.
+__device__ __forceinline__ void copy_box3_once(u32 to, const void* map, u32 x, u32 y, u32 z, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], "
-        "[%5], %6;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy) : "memory");
+        "[%5], %6;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(evict_first()) : "memory");
 }
 // Bytes that lie side by side, a multiple of 16, likewise.
 __device__ __forceinline__ void copy_bytes_once(u32 to, const void* from, u32 bytes, u32 barrier) {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(evict_first()) : "memory");
 }
 // Orders accesses of the threads before it, to global or to shared memory, with those of the copy engine after it. Without the
 // name of a memory it would be a fence of the whole device besides, which waits for all copies of the multiprocessor.

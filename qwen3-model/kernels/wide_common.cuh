@@ -3,12 +3,6 @@
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
-// Weights are read once: they shall not drive activations and sums out of the L2 cache.
-__device__ __forceinline__ u64 evict_first() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
 // The box of 64 columns from `k`, 8 groups of 2 · 8 rows from `group`.
 __device__ __forceinline__ void copy_weights(u32 to, const void* map, u32 k, u32 group, u32 barrier, u64 policy) {
     asm volatile(
