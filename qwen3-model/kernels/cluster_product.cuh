@@ -36,7 +36,7 @@ struct ClusterMemory {
     static constexpr int CONSUMERS = (COLUMNS + 63) / 64 * 128;
     static constexpr int THREADS = CONSUMERS + 64; // a warp that copies weights, one that copies activations
     // Sums of the other blocks take the rings' place.
-    using Rings = ClusterRings<COLUMNS, TILE, W_SLOTS, X_SLOTS, (SPLITS - 1) * SHARE * CONSUMERS * 16>;
+    using Rings = BatchRings<COLUMNS, TILE, W_SLOTS, X_SLOTS, (SPLITS - 1) * SHARE * CONSUMERS * 16>;
     static constexpr int SUMMED = Rings::END;
     static constexpr int BYTES = SUMMED + 8;
 };

@@ -4,37 +4,6 @@
 #pragma once
 #include "cluster.cuh"
 
-// COLUMNS: batch rows of a block. SUMS: bytes that take the rings' place when products are done.
-template <int COLUMNS, int TILE, int W_SLOTS_, int X_SLOTS_, int SUMS>
-struct ClusterRings {
-    static constexpr int W_SLOTS = W_SLOTS_, X_SLOTS = X_SLOTS_, TILES = TILE / 8;
-    static constexpr int GROUPS = (COLUMNS + 63) / 64;
-    static constexpr int CONSUMER_WARPS = GROUPS * 4;
-    static constexpr int W_SLOT = TILE * 128;
-    static constexpr int X_SLOT = COLUMNS * 128;
-    static constexpr int X = W_SLOTS * W_SLOT;
-    // The last group may read past the last slot: what it multiplies there belongs to no row.
-    static constexpr int RINGS = X + X_SLOTS * X_SLOT + (GROUPS * 64 - COLUMNS) * 128;
-    static constexpr int W_FULL = RINGS > SUMS ? RINGS : SUMS;
-    static constexpr int W_EMPTY = W_FULL + W_SLOTS * 8;
-    static constexpr int X_FULL = W_EMPTY + W_SLOTS * 8;
-    static constexpr int X_EMPTY = X_FULL + X_SLOTS * 8;
-    static constexpr int END = X_EMPTY + X_SLOTS * 8;
-};
-
-// By one thread. BLOCKS: those that share weights.
-template <class Rings, int BLOCKS>
-__device__ __forceinline__ void init_rings(u32 base) {
-    for (u32 i = 0; i < Rings::W_SLOTS; ++i) {
-        barrier_init(base + Rings::W_FULL + i * 8, 1);
-        barrier_init(base + Rings::W_EMPTY + i * 8, Rings::CONSUMER_WARPS * BLOCKS);
-    }
-    for (u32 i = 0; i < Rings::X_SLOTS; ++i) {
-        barrier_init(base + Rings::X_FULL + i * 8, 1);
-        barrier_init(base + Rings::X_EMPTY + i * 8, Rings::CONSUMER_WARPS);
-    }
-}
-
 // By one thread: chunks of 64 columns from `first` on, of the rows from `row` on that this block fetches, the part `part` of a slot, for
 // the blocks of `mask`. At most W_FLYING of its own slots are on their way at once: more make everything else wait behind them.
 template <class Rings, int BLOCKS, int W_FLYING>

@@ -63,20 +63,12 @@ __device__ __forceinline__ void store_plain(const GateUpParams& p, const float (
 #endif
 
 template <int COLUMNS, int TILE, int W_SLOTS, int X_SLOTS>
-struct GateUpMemory {
-    static constexpr int GROUPS = (COLUMNS + 63) / 64;
+struct GateUpMemory : BatchRings<COLUMNS, TILE, W_SLOTS, X_SLOTS, 0> {
+    using Rings = BatchRings<COLUMNS, TILE, W_SLOTS, X_SLOTS, 0>;
     // Warps that copy alone. Beside four groups there are no registers for them: two threads of the groups copy then.
-    static constexpr int COPIERS = GROUPS == 4 ? 0 : 2;
-    static constexpr int THREADS = GROUPS * 128 + COPIERS * 32;
-    static constexpr int W_SLOT = TILE * 128;
-    static constexpr int X_SLOT = COLUMNS * 128;
-    static constexpr int X = W_SLOTS * W_SLOT;
-    // The last group may read past the last slot: what it multiplies there belongs to no row.
-    static constexpr int W_FULL = X + X_SLOTS * X_SLOT + (GROUPS * 64 - COLUMNS) * 128;
-    static constexpr int W_EMPTY = W_FULL + W_SLOTS * 8;
-    static constexpr int X_FULL = W_EMPTY + W_SLOTS * 8;
-    static constexpr int X_EMPTY = X_FULL + X_SLOTS * 8;
-    static constexpr int BYTES = X_EMPTY + X_SLOTS * 8;
+    static constexpr int COPIERS = Rings::GROUPS == 4 ? 0 : 2;
+    static constexpr int THREADS = (Rings::CONSUMER_WARPS + COPIERS) * 32;
+    static constexpr int BYTES = Rings::END;
 };
 
 // A thread that copies chunk after chunk of a block's tiles into a ring.
@@ -98,7 +90,7 @@ struct GateUpCopier {
 template <int COLUMNS, int TILE, int W_SLOTS, int X_SLOTS, int W_FLYING>
 __device__ __forceinline__ void gate_up(const GateUpParams& p, unsigned char* shared) {
     using Memory = GateUpMemory<COLUMNS, TILE, W_SLOTS, X_SLOTS>;
-    constexpr u32 CONSUMER_WARPS = Memory::GROUPS * 4;
+    constexpr u32 CONSUMER_WARPS = Memory::CONSUMER_WARPS;
     constexpr bool APART = Memory::COPIERS > 0;
     const u32 base = shared_address(shared);
     const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -107,14 +99,7 @@ __device__ __forceinline__ void gate_up(const GateUpParams& p, unsigned char* sh
     if (threadIdx.x == 0) {
         fetch_map(p.w_map);
         fetch_map(p.x_map);
-        for (u32 i = 0; i < W_SLOTS; ++i) {
-            barrier_init(base + Memory::W_FULL + i * 8, 1);
-            barrier_init(base + Memory::W_EMPTY + i * 8, CONSUMER_WARPS);
-        }
-        for (u32 i = 0; i < X_SLOTS; ++i) {
-            barrier_init(base + Memory::X_FULL + i * 8, 1);
-            barrier_init(base + Memory::X_EMPTY + i * 8, CONSUMER_WARPS);
-        }
+        init_rings<Memory, 1>(base);
         barrier_init_done();
     }
     __syncthreads();

@@ -31,7 +31,7 @@ struct QkvProductParams {
 template <int COLUMNS, int W_SLOTS, int X_SLOTS>
 struct QkvProductMemory {
     static constexpr int SCRIBES = 64;
-    using Rings = ClusterRings<COLUMNS, HEAD_DIM, W_SLOTS, X_SLOTS, 0>;
+    using Rings = BatchRings<COLUMNS, HEAD_DIM, W_SLOTS, X_SLOTS, 0>;
     static constexpr int THREADS = Rings::CONSUMER_WARPS * 32 + 64 + SCRIBES;
     static constexpr int PREPARED = Rings::END;
     static constexpr int NORM = PREPARED + 16;          // f32 [HEAD_DIM]
