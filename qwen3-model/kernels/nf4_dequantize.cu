@@ -2,15 +2,13 @@
 //
 //   out[n, k] = bf16( map[nibble of (n, k)] * absmax[k / 64, n] )
 //
-// packed u8 [rows, 32 blocks], absmax f32 [blocks, stride], out bf16 [rows, 64 blocks]; packed and absmax begin at the first row. A thread takes eight weights at a time, so
-// that neighbours read and write neighbours. A byte of two weights is looked up in shared memory, as two f32 values of the map;
-// each multiple of 16 bytes of banks has a copy of the table, so that no two lanes meet in a bank. Blocks stay for as long as
-// there is work, since each makes the table.
-#include "common.cuh"
+// packed u8 [rows, 32 blocks], absmax f32 [blocks, stride], out bf16 [rows, 64 blocks]; packed and absmax begin at the first row.
+// A thread takes eight weights at a time, so that neighbours read and write neighbours. Blocks stay for as long as there is work,
+// since each makes the table of nf4_pairs.cuh.
+#include "nf4_pairs.cuh"
 
 #define DEQUANTIZE_THREADS 256
 #define AT_ONCE 4
-#define PAIR_COPIES 16
 
 struct Nf4DequantizeParams {
     const u32* packed;
@@ -23,22 +21,11 @@ struct Nf4DequantizeParams {
     float map[16];
 };
 
-// Two weights, from byte `i` of a word. `pairs` is the lane's copy of the table.
-__device__ __forceinline__ u32 two_weights(const unsigned char* pairs, u32 word, int i, float absmax) {
-    const u32 at = (i == 0 ? word << 7 : word >> (8 * i - 7)) & 0x7f80;
-    const float2 pair = *reinterpret_cast<const float2*>(pairs + at);
-    return pack_bf16(__fmul_rn(pair.x, absmax), __fmul_rn(pair.y, absmax));
-}
-
 extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS)
     nf4_dequantize(const __grid_constant__ Nf4DequantizeParams p) {
     __shared__ float2 table[256 * PAIR_COPIES];
     pdl_release();
-    // The even element of a byte is its high nibble.
-    for (u32 at = threadIdx.x; at < 256 * PAIR_COPIES; at += DEQUANTIZE_THREADS) {
-        const u32 byte = at / PAIR_COPIES;
-        table[at] = make_float2(p.map[byte >> 4], p.map[byte & 15]);
-    }
+    for (u32 at = threadIdx.x; at < 256 * PAIR_COPIES; at += DEQUANTIZE_THREADS) table[at] = two_values(p.map, at / PAIR_COPIES);
     __syncthreads();
     const unsigned char* pairs = reinterpret_cast<const unsigned char*>(table + threadIdx.x % PAIR_COPIES);
     pdl_wait();
@@ -58,10 +45,7 @@ extern "C" __global__ void __launch_bounds__(DEQUANTIZE_THREADS)
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const u64 at = first + i * DEQUANTIZE_THREADS;
-            if (at < n_words)
-                reinterpret_cast<uint4*>(p.out)[at] =
-                    make_uint4(two_weights(pairs, words[i], 0, absmax[i]), two_weights(pairs, words[i], 1, absmax[i]),
-                               two_weights(pairs, words[i], 2, absmax[i]), two_weights(pairs, words[i], 3, absmax[i]));
+            if (at < n_words) reinterpret_cast<uint4*>(p.out)[at] = eight_weights(pairs, words[i], absmax[i]);
         }
     }
 }

@@ -9,15 +9,14 @@
 //   unit            4 blocks of 64 columns; a warp takes every (warps)-th. Lane (g, q) decodes block q of rows g and g + 8
 //
 // The order of the columns within a unit is free as long as w and x agree. Step s of mma.m16n8k16 takes columns 4 s … 4 s + 3
-// of all four blocks: what a lane holds of w it has decoded itself. A byte of two weights is looked up in shared memory, as two
-// f32 values of the map; each multiple of 16 bytes of banks has a copy of the table, so that no two lanes meet in a bank.
+// of all four blocks: what a lane holds of w it has decoded itself. A byte of two weights is looked up: see nf4_pairs.cuh.
 // x goes through shared memory into the order of the fragments, [column / 8 in block][token][block][8 columns]: once for all
 // tiles if it fits (`resident`), else anew for every unit.
 //
 // Weights are fetched one unit ahead, across tiles, and the first ones before the wait for the predecessor: they do not depend
 // on it. Sums of the warps are added in the order of the warps, so that the result is the same in every run and for a row the
 // same whatever the other rows and the grid are.
-#include "common.cuh"
+#include "nf4_pairs.cuh"
 
 #ifndef TILES
 #define TILES 1 // tiles of eight tokens
@@ -27,7 +26,6 @@
 #define DEPTH (TILES == 1 ? 8 : 16 / TILES)
 // 16 bytes more than the row of fragments: writers of neighbouring columns meet other banks.
 #define FRAGMENT_BYTES 528
-#define PAIR_COPIES 16
 #define PAIRS_BYTES (256 * PAIR_COPIES * 8)
 #define STAGE_BYTES (TILES * DEPTH * FRAGMENT_BYTES)
 
@@ -78,26 +76,6 @@ __device__ __forceinline__ u32 word(const uint4& four, int i) {
     case 2: return four.z;
     default: return four.w;
     }
-}
-
-// The even element of a byte is its high nibble.
-__device__ __forceinline__ void make_pairs(const Nf4MatmulParams& p, float2* pairs) {
-    for (u32 at = threadIdx.x; at < 256 * PAIR_COPIES; at += blockDim.x) {
-        const u32 byte = at / PAIR_COPIES;
-        pairs[at] = make_float2(p.map[byte >> 4], p.map[byte & 15]);
-    }
-}
-
-// Two weights, from byte `i` of a word. `pairs` is the lane's copy of the table.
-__device__ __forceinline__ u32 two_weights(const unsigned char* pairs, u32 word, int i, float absmax) {
-    const u32 at = (i == 0 ? word << 7 : word >> (8 * i - 7)) & 0x7f80;
-    const float2 pair = *reinterpret_cast<const float2*>(pairs + at);
-    return pack_bf16(__fmul_rn(pair.x, absmax), __fmul_rn(pair.y, absmax));
-}
-
-__device__ __forceinline__ uint4 eight_weights(const unsigned char* pairs, u32 word, float absmax) {
-    return make_uint4(two_weights(pairs, word, 0, absmax), two_weights(pairs, word, 1, absmax),
-                      two_weights(pairs, word, 2, absmax), two_weights(pairs, word, 3, absmax));
 }
 
 // Brings columns of x into the order of the fragments: `DEPTH` times 8 of each block of a unit, from `part` times that on.
@@ -157,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 1) nf4_matmul(const
     float* sums = reinterpret_cast<float*>(shared + (p.resident ? units * STAGE_BYTES : 0));
 
     Held next = hold(p, blockIdx.x * 16 + g, 4 * warp + q);
-    make_pairs(p, reinterpret_cast<float2*>(table));
+    for (u32 at = threadIdx.x; at < 256 * PAIR_COPIES; at += blockDim.x)
+        reinterpret_cast<float2*>(table)[at] = two_values(p.map, at / PAIR_COPIES);
     __syncthreads();
     const unsigned char* pairs = table + lane % PAIR_COPIES * 8;
     pdl_wait();

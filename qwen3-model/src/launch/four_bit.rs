@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use cuda_graphs::{
-    Compiler, Device, DeviceBuffer, DeviceSlice, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
+    Compiler, Device, DeviceBuffer, DeviceSlice, Header, Kernel, KernelSpec, LaunchConfig, Limits, Stream,
 };
 use half::bf16;
 
@@ -36,6 +36,8 @@ const DEQUANTIZE_WORDS: usize = 4;
 const DEQUANTIZE_BLOCKS: usize = 6;
 const QUANTIZE_WARPS: usize = 8;
 
+const PAIRS: Header = Header::new("nf4_pairs.cuh", include_str!("../../kernels/nf4_pairs.cuh"));
+
 fn matmul_spec(tiles: usize) -> KernelSpec {
     // Two blocks of ten warps, or one of sixteen, ten or eight.
     let registers = [(1, 102), (2, 128), (4, 200), (8, 255)];
@@ -47,6 +49,7 @@ fn matmul_spec(tiles: usize) -> KernelSpec {
         format!("nf4_matmul<{tiles}>"),
         include_str!("../../kernels/nf4_matmul.cu"),
     )
+    .headers([PAIRS])
     .define("TILES", tiles)
     .entry("nf4_matmul", Limits::registers(registers))
 }
@@ -54,6 +57,7 @@ fn matmul_spec(tiles: usize) -> KernelSpec {
 /// The kernels of this file, in every specialisation.
 pub(super) fn specs() -> Vec<KernelSpec> {
     let dequantize = spec("nf4_dequantize", include_str!("../../kernels/nf4_dequantize.cu"))
+        .headers([PAIRS])
         .entry("nf4_dequantize", Limits::registers(64));
     let quantize = spec("nf4_quantize", include_str!("../../kernels/nf4_quantize.cu"))
         .entry("nf4_quantize", Limits::registers(64));
