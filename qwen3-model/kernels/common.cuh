@@ -89,3 +89,13 @@ __device__ __forceinline__ Best warp_best(Best best) {
     }
     return best;
 }
+
+// d += a · b, bf16 in, f32 sums: 16 rows of a, 8 columns of b, 16 deep. Lane (g = lane / 4, t = lane % 4) has of a columns 2 t of
+// rows g and g + 8, then columns 2 t + 8 of both.
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}

@@ -36,9 +36,3 @@ __device__ __forceinline__ int policy_of(const Unmerged& u, u32 row) {
     const int policy = u.policy_of_slot[slot];
     return (u32)policy < u.policies ? policy : -1;
 }
-
-__device__ __forceinline__ void unmerged_mma(float (&c)[4], uint2 a, uint2 a8, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a.x), "r"(a8.x), "r"(a.y), "r"(a8.y), "r"(b0), "r"(b1));
-}

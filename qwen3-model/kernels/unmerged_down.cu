@@ -77,10 +77,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) unmerged_down(const __g
             for (u32 i = 0; i < AT_ONCE; ++i)
 #pragma unroll
                 for (int tile = 0; tile < ROW_TILES; ++tile) {
-                    unmerged_mma(acc[tile], make_uint2(low[i].x, low[i].y), make_uint2(high[i].x, high[i].y), x[i][tile].x,
-                                 x[i][tile].y);
-                    unmerged_mma(acc[tile], make_uint2(low[i].z, low[i].w), make_uint2(high[i].z, high[i].w), x[i][tile].z,
-                                 x[i][tile].w);
+                    mma(acc[tile], low[i].x, high[i].x, low[i].y, high[i].y, x[i][tile].x, x[i][tile].y);
+                    mma(acc[tile], low[i].z, high[i].z, low[i].w, high[i].w, x[i][tile].z, x[i][tile].w);
                 }
         }
     }

@@ -62,12 +62,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) unmerged_up(const __gri
                 }
                 const uint4 x = make_uint4(pack_bf16(h0.x, h0.y), pack_bf16(h0.z, h0.w), pack_bf16(h1.x, h1.y),
                                            pack_bf16(h1.z, h1.w));
-                unmerged_mma(acc[tile], make_uint2(low.x, low.y), make_uint2(high.x, high.y), x.x, x.y);
-                unmerged_mma(acc[tile], make_uint2(low.z, low.w), make_uint2(high.z, high.w), x.z, x.w);
-                unmerged_mma(acc[tile], make_uint2(low.x, low.y), make_uint2(high.x, high.y), rest_of(h0.x, h0.y, x.x),
-                             rest_of(h0.z, h0.w, x.y));
-                unmerged_mma(acc[tile], make_uint2(low.z, low.w), make_uint2(high.z, high.w), rest_of(h1.x, h1.y, x.z),
-                             rest_of(h1.z, h1.w, x.w));
+                mma(acc[tile], low.x, high.x, low.y, high.y, x.x, x.y);
+                mma(acc[tile], low.z, high.z, low.w, high.w, x.z, x.w);
+                mma(acc[tile], low.x, high.x, low.y, high.y, rest_of(h0.x, h0.y, x.x), rest_of(h0.z, h0.w, x.y));
+                mma(acc[tile], low.z, high.z, low.w, high.w, rest_of(h1.x, h1.y, x.z), rest_of(h1.z, h1.w, x.w));
             }
         }
     }
