@@ -179,7 +179,6 @@ struct DecodeLayersParams {
 // The driver takes 32,764 bytes.
 static_assert(sizeof(DecodeLayersParams) <= 32764, "too many layers");
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 __device__ __forceinline__ u32 share(u32 units, u32 block) { return (u32)((u64)block * units / gridDim.x); }
 __device__ __forceinline__ u32 kind_of(const DecodeLayersParams& p, u32 stage) {
     return stage < 4 * p.n_layers ? stage & 3 : HEAD;

@@ -124,7 +124,6 @@ struct Nf4LayerParams {
     LowRank low_rank;
 };
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 // Where a block's rows begin: at a multiple of 4, since the copy engine reads their scales in pieces of 16 bytes.
 __device__ __forceinline__ u32 share(u32 units, u32 block) { return (u32)((u64)block * (units / 4) / gridDim.x) * 4; }
 __device__ __forceinline__ void matrix_warps_sync() {

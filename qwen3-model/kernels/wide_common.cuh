@@ -49,5 +49,3 @@ __device__ __forceinline__ void init_rings(u32 base) {
         barrier_init(base + Rings::X_EMPTY + i * 8, Rings::CONSUMER_WARPS);
     }
 }
-
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
