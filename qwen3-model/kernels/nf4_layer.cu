@@ -263,10 +263,6 @@ __device__ __forceinline__ void multiply(float (&acc)[MAX_TILES][TOKEN_TILES][2]
     }
 }
 
-__device__ __forceinline__ u32 rest_of(float low, float high, u32 rounded) {
-    return pack_bf16(low - bf16_low(rounded), high - bf16_high(rounded));
-}
-
 // Adds to the sums of a warp's box what the policies of the rows add; `row` is the box's first row of the matrix, `n` the
 // matrix's rows. Warps that share rows take policies in turn. h is taken as the sum of two bf16 numbers, which keeps 16 bits.
 __device__ __forceinline__ void add_low_rank(float (&acc)[MAX_TILES][TOKEN_TILES][2], const LowRank& low, u32 n_tiles, u32 row,

@@ -36,3 +36,17 @@ __device__ __forceinline__ int policy_of(const Unmerged& u, u32 row) {
     const int policy = u.policy_of_slot[slot];
     return (u32)policy < u.policies ? policy : -1;
 }
+
+// What rounding took from a pair, as a pair itself: both together are the numbers with 16 bits.
+__device__ __forceinline__ u32 rest_of(float low, float high, u32 rounded) {
+    return pack_bf16(low - bf16_low(rounded), high - bf16_high(rounded));
+}
+
+// Whether any lane of the warp has a row of this policy.
+template <int TILES>
+__device__ __forceinline__ bool anyone_has(const int (&policy)[TILES], u32 turn) {
+    bool mine = false;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) mine |= policy[tile] == (int)turn;
+    return __any_sync(FULL_WARP, mine);
+}

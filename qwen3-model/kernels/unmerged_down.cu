@@ -53,10 +53,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) unmerged_down(const __g
     for (int tile = 0; tile < ROW_TILES; ++tile) policy[tile] = policy_of(p.u, first + tile * 8 + g);
     float acc[ROW_TILES][4] = {};
     for (u32 turn = 0; turn < p.u.policies; ++turn) {
-        bool mine = false;
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile) mine |= policy[tile] == (int)turn;
-        if (!__any_sync(FULL_WARP, mine)) continue;
+        if (!anyone_has(policy, turn)) continue;
         const UnmergedEntry entry = p.u.entries[turn * p.u.parts + part];
         if (rank >= entry.rank) continue;
         const u16* a = entry.a + (u64)(rank + g) * p.k;

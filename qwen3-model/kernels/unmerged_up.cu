@@ -23,10 +23,6 @@ struct UnmergedUpParams {
     u32 ends[4]; // where each part ends among the columns of y
 };
 
-__device__ __forceinline__ u32 rest_of(float low, float high, u32 rounded) {
-    return pack_bf16(low - bf16_low(rounded), high - bf16_high(rounded));
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32) unmerged_up(const __grid_constant__ UnmergedUpParams p) {
     pdl_release();
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -42,10 +38,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) unmerged_up(const __gri
     for (int tile = 0; tile < ROW_TILES; ++tile) policy[tile] = policy_of(p.u, first + tile * 8 + g);
     float acc[ROW_TILES][4] = {};
     for (u32 turn = 0; turn < p.u.policies; ++turn) {
-        bool mine = false;
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile) mine |= policy[tile] == (int)turn;
-        if (!__any_sync(FULL_WARP, mine)) continue;
+        if (!anyone_has(policy, turn)) continue;
         const UnmergedEntry entry = p.u.entries[turn * p.u.parts + part];
         for (u32 r = q * 8; r < entry.rank; r += 32) {
             const u16* b = entry.b + (u64)(column - begin + g) * entry.rank + r;
