@@ -18,16 +18,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) prefill_att
   tile.position = t.position;
   tile.head = kv_head * p.group;
   const LaneRows rows = lane_rows(tile, warp, lane);
-  // Lengths seen by the tile's first and last row.
-  const int shortest = t.position + t.first_row / p.group + 1;
-  const int longest = t.position + (t.first_row + tile.rows - 1) / p.group + 1;
-  const int window = p.window > 0 ? p.window : 0x7fffffff;
+  const FullBlocks full = full_blocks(p, t, tile);
   CausalSource source{p, rows, t.slot, t.chunk};
   source.first_block = t.first_block;
   source.count = t.blocks;
-  source.full_from = longest > window ? (longest - window + BLOCK_N - 1) / BLOCK_N : 0;
-  source.full_to = shortest / BLOCK_N;
-  source.last = longest;
+  source.full_from = full.from;
+  source.full_to = full.to;
+  source.last = full.longest;
   source.lane = lane;
   const i64 head_offset = (i64)kv_head * p.paging.head_stride;
   prefill_tile(p.q, p.k + head_offset, p.v + head_offset, p.out, p.lse, (i64)t.q_start * p.heads + kv_head * p.group, p.heads, p.scale,

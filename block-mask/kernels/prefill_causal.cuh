@@ -44,14 +44,28 @@ __device__ __forceinline__ void count_block(const PrefillParams& p) {
 #endif
 }
 
+// Tokens that a row sees, the newest ones.
+__device__ __forceinline__ int window_of(const PrefillParams& p) { return p.window > 0 ? p.window : 0x7fffffff; }
+
+// Blocks of [from, to) are seen whole by every row of a tile; `longest` is one past the last token that any row sees.
+struct FullBlocks {
+  int from, to, longest;
+};
+__device__ __forceinline__ FullBlocks full_blocks(const PrefillParams& p, const PrefillTile& t, const QueryTile& tile) {
+  // Lengths seen by the tile's first and last row.
+  const int shortest = t.position + t.first_row / p.group + 1;
+  const int longest = t.position + (t.first_row + tile.rows - 1) / p.group + 1;
+  const int window = window_of(p);
+  return {longest > window ? (longest - window + BLOCK_N - 1) / BLOCK_N : 0, shortest / BLOCK_N, longest};
+}
+
 struct CausalSource {
   typedef ConsecutiveBlock Block;
   const PrefillParams& p;
   const LaneRows& rows;
   int slot, batch;
   int first_block, count;
-  int full_from, full_to;  // blocks of [full_from, full_to) are seen whole by every row
-  int last;                // one past the last token any row sees
+  int full_from, full_to, last;  // as in FullBlocks
   int lane;
 
   __device__ __forceinline__ int limit() const { return last; }
@@ -77,7 +91,7 @@ struct CausalSource {
   }
 
   __device__ __forceinline__ void modify(Scores& scores, int, const Block& b) const {
-    const int window = p.window > 0 ? p.window : 0x7fffffff;
+    const int window = window_of(p);
     modify_scores(scores, rows, b, p.captures, batch, p.scale, true, lane, [&](int m, int j, int kv) {
       return kv < rows.limit[m][j] && kv >= rows.limit[m][j] - window;
     });

@@ -237,12 +237,9 @@ struct CausalView {
 
   __device__ __forceinline__ CausalView(const PrefillParams& p, const PrefillTile& t, const QueryTile& tile, int warp, int lane)
       : rows(lane_rows(tile, warp, lane)), first_block(t.first_block), blocks(t.blocks), chunk(t.chunk) {
-    // Lengths seen by the tile's first and last row.
-    const int shortest = t.position + t.first_row / p.group + 1;
-    const int longest = t.position + (t.first_row + tile.rows - 1) / p.group + 1;
-    const int window = p.window > 0 ? p.window : 0x7fffffff;
-    full_from = longest > window ? (longest - window + BLOCK_N - 1) / BLOCK_N : 0;
-    full_to = shortest / BLOCK_N;
+    const FullBlocks full = full_blocks(p, t, tile);
+    full_from = full.from;
+    full_to = full.to;
   }
 
   __device__ __forceinline__ void hide(Scores& scores, int j, const PrefillParams& p, int lane) const {
@@ -254,7 +251,7 @@ struct CausalView {
     keys.first = block * BLOCK_N;
 #pragma unroll
     for (int i = 0; i < N_GRANULES; i++) keys.place[i] = 0;
-    const int window = p.window > 0 ? p.window : 0x7fffffff;
+    const int window = window_of(p);
     modify_scores(scores, rows, keys, p.captures, chunk, p.scale, true, lane, [&](int m, int row, int kv) {
       return kv < rows.limit[m][row] && kv >= rows.limit[m][row] - window;
     });
