@@ -53,6 +53,14 @@ __device__ __forceinline__ void pin_registers(float (&d)[N_TILES][4]) {
 #define D_TILES_8(n) \
   D_TILE(n), D_TILE(n + 1), D_TILE(n + 2), D_TILE(n + 3), D_TILE(n + 4), D_TILE(n + 5), D_TILE(n + 6), D_TILE(n + 7)
 
+// The same in the instruction: the first 32 registers, and the next.
+#define REGISTERS_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_64 \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
 // D = A B, or D += A B; A from shared memory, B with k contiguous.
 template <int N_TILES>
 __device__ __forceinline__ void multiply_shared(float (&d)[N_TILES][4], u64 a, u64 b, bool accumulate) {
@@ -63,10 +71,7 @@ __device__ __forceinline__ void multiply_shared(float (&d)[N_TILES][4], u64 a, u
         ".reg .pred p;\n"
         "setp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
-        "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p, 1, 1, 0, 0;\n"
+        "{" REGISTERS_32 ", " REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0;\n"
         "}"
         : D_TILES_8(0), D_TILES_8(8)
         : "l"(a), "l"(b), "r"((int)accumulate)
@@ -77,9 +82,7 @@ __device__ __forceinline__ void multiply_shared(float (&d)[N_TILES][4], u64 a, u
         ".reg .pred p;\n"
         "setp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31}, "
-        "%32, %33, p, 1, 1, 0, 0;\n"
+        "{" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0;\n"
         "}"
         : D_TILES_8(0)
         : "l"(a), "l"(b), "r"((int)accumulate)
@@ -97,10 +100,7 @@ __device__ __forceinline__ void multiply_registers(float (&d)[N_TILES][4], const
         ".reg .pred p;\n"
         "setp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
-        "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n"
+        "{" REGISTERS_32 ", " REGISTERS_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n"
         "}"
         : D_TILES_8(0), D_TILES_8(8)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate)
@@ -111,9 +111,7 @@ __device__ __forceinline__ void multiply_registers(float (&d)[N_TILES][4], const
         ".reg .pred p;\n"
         "setp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n"
+        "{" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n"
         "}"
         : D_TILES_8(0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate)
@@ -123,6 +121,8 @@ __device__ __forceinline__ void multiply_registers(float (&d)[N_TILES][4], const
 
 #undef D_TILE
 #undef D_TILES_8
+#undef REGISTERS_32
+#undef REGISTERS_64
 
 // The registers of a thread from here on; a kernel with launch bounds gives some warpgroups more and others less.
 template <int COUNT>
