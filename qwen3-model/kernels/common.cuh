@@ -92,6 +92,19 @@ __device__ __forceinline__ Best warp_best(Best best) {
     return best;
 }
 
+// The best of a block of WARPS warps, which every thread gets. `bests` holds one for each warp and may be reused after the next
+// barrier only.
+template <int WARPS>
+__device__ __forceinline__ Best block_best(Best best, Best* bests) {
+    best = warp_best(best);
+    if ((threadIdx.x & 31) == 0) bests[threadIdx.x >> 5] = best;
+    __syncthreads();
+    best = bests[0];
+#pragma unroll
+    for (int warp = 1; warp < WARPS; ++warp) best = better(best, bests[warp]);
+    return best;
+}
+
 // d += a · b, bf16 in, f32 sums: 16 rows of a, 8 columns of b, 16 deep. Lane (g = lane / 4, t = lane % 4) has of a columns 2 t of
 // rows g and g + 8, then columns 2 t + 8 of both.
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

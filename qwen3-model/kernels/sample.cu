@@ -15,16 +15,6 @@
 #define VECTORS (SAMPLE_CHUNK / 4 / SAMPLE_THREADS)
 #define WARPS (SAMPLE_THREADS / 32)
 
-__device__ __forceinline__ Best block_best(Best best, Best* bests) {
-    best = warp_best(best);
-    if ((threadIdx.x & 31) == 0) bests[threadIdx.x >> 5] = best;
-    __syncthreads();
-    best = bests[0];
-#pragma unroll
-    for (int warp = 1; warp < WARPS; ++warp) best = better(best, bests[warp]);
-    return best;
-}
-
 // Strictly larger: a thread meets its indices in rising order.
 __device__ __forceinline__ void take_four(Best& best, const float x[4], u32 i) {
 #pragma unroll
@@ -57,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
         load_four(in, p.vocab, i, x[v]);
         take_four(best, x[v], i);
     }
-    best = block_best(best, bests);
+    best = block_best<WARPS>(best, bests);
 
     // Without a finite logit the reference is 0, so that -inf adds 0 and NaN stays NaN.
     const float reference = best.value == NEGATIVE_INFINITY ? 0.f : best.value;
@@ -79,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
             adjust_four(adjust, p.vocab, i, x[v]);
             take_four(after, x[v], i);
         }
-        after = block_best(after, adjusted_bests);
+        after = block_best<WARPS>(after, adjusted_bests);
     }
     if (threadIdx.x == 0) {
         const u64 at = (u64)row * p.n_chunks + blockIdx.x;

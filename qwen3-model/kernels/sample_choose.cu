@@ -24,8 +24,6 @@
 #define ROUND_BITS 9
 #define ROUND_BINS (1 << ROUND_BITS)
 #define LIST 5120
-// Threads that read a chunk together, each four vectors of four.
-#define CHUNK_THREADS (SAMPLE_CHUNK / 16)
 #define CHUNKS_AT_ONCE (CHOOSE_THREADS / CHUNK_THREADS)
 
 // Where candidates are read from.

@@ -11,8 +11,6 @@
 #define TOP_THREADS 1024
 #define TOP_WARPS (TOP_THREADS / 32)
 #define LIST 1024
-// Threads that read a chunk together, each four vectors of four.
-#define CHUNK_THREADS (SAMPLE_CHUNK / 16)
 #define CHUNKS_AT_ONCE (TOP_THREADS / CHUNK_THREADS)
 
 extern "C" __global__ void __launch_bounds__(TOP_THREADS, 1) sample_top(const SampleParams p) {
@@ -105,12 +103,7 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS, 1) sample_top(const Sa
                                   (other.value == last.value && other.index > last.index);
             if (is_after) best = better(best, other);
         }
-        best = warp_best(best);
-        if ((threadIdx.x & 31) == 0) bests[threadIdx.x >> 5] = best;
-        __syncthreads();
-        best = bests[0];
-#pragma unroll
-        for (int warp = 1; warp < TOP_WARPS; ++warp) best = better(best, bests[warp]);
+        best = block_best<TOP_WARPS>(best, bests);
         __syncthreads();
         if (best.index == 0xffffffffu) return;
         if (threadIdx.x == 0) {

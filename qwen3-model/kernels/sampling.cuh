@@ -5,6 +5,8 @@
 #include "common.cuh"
 
 #define SAMPLE_CHUNK 4096
+// Threads of a whole block that read a chunk together, each four vectors of four.
+#define CHUNK_THREADS (SAMPLE_CHUNK / 16)
 #define NEGATIVE_INFINITY (-__int_as_float(0x7f800000))
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
 
