@@ -95,8 +95,7 @@ __device__ __forceinline__ void merge(const Params& p) {
   while (tile < item.last_tile) {
     u32 next = fetch_tile(next_tile);
     float2 factors[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) factors[half] = item.row_factors[tile * TILE_ROWS + half * 8 + g];
+    load_factors(item, tile, g, factors);
     float sums[FRAGMENTS][4];
     clear(sums);
     for (u32 stage = 0; stage < stages; ++stage) {
@@ -201,8 +200,7 @@ __device__ __forceinline__ void merge_deep_rank(const Params& p) {
   while (tile < item.last_tile) {
     u32 next = fetch_tile(next_tile);
     float2 factors[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) factors[half] = item.row_factors[tile * TILE_ROWS + half * 8 + g];
+    load_factors(item, tile, g, factors);
     u32 doubts[2] = {0, 0};
     float great[PAIRS][4], small[PAIRS][4];
     auto add = [&]() {

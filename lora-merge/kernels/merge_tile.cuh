@@ -121,6 +121,12 @@ __device__ __forceinline__ void load_columns(const Item& item, float* norms, uin
     for (u32 i = threadIdx.x; i < right_places; i += blockDim.x) copy_16_async(right + i, item.right + i, true);
 }
 
+// Factors and bounds of the rows that a lane has in a tile.
+__device__ __forceinline__ void load_factors(const Item& item, u32 tile, u32 g, float2 (&factors)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) factors[half] = item.row_factors[tile * TILE_ROWS + half * 8 + g];
+}
+
 // Queues the copy of a tile of W0; zeros where there is none.
 __device__ __forceinline__ void load_w0(const Item& item, u32 tile, uint4* place) {
   u32 lane = threadIdx.x & 31, eighth = lane & 15, column = item.column0 + eighth * 8;

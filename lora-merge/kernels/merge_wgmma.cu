@@ -97,8 +97,7 @@ __device__ __forceinline__ void merge_groups(const Params& p) {
   while (tile < item.last_tile) {
     const u32 next = tile + groups * 4, mine = tile + warp;
     float2 factors[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) factors[half] = item.row_factors[mine * TILE_ROWS + half * 8 + g];
+    load_factors(item, mine, g, factors);
     wait_copies<1>();  // `left`
     fence_async_proxy();
     group_sync(group);
