@@ -7,6 +7,7 @@
 //! All of them may start before their predecessor in the stream has ended (programmatic dependent
 //! launch) and wait for it themselves.
 
+mod batch_rings;
 mod cluster_product;
 mod decode_layers;
 

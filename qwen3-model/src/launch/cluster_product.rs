@@ -8,11 +8,10 @@ use cuda_graphs::{
 };
 use half::bf16;
 
-use super::decode_layers::HOPPER;
+use super::batch_rings::{BatchRings, barrier_bytes, batch_headers, inner_columns, load_forms};
 use super::stage_output::StageOutput;
-use super::wgmma::product_header;
-use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COMMON, needed, rows_map};
-use super::{COMMON, aligned, refuse, same, small};
+use super::wide_product::{CHUNK, SHARED_BYTES, needed, rows_map};
+use super::{aligned, refuse, small};
 use crate::Result;
 
 pub(super) const CLUSTER_PRIMITIVES: Header =
@@ -82,31 +81,26 @@ impl Form {
         self.splits * self.halves()
     }
 
-    const fn groups(&self) -> usize {
-        self.columns().div_ceil(64)
+    const fn rings(&self) -> BatchRings {
+        BatchRings {
+            columns: self.columns(),
+            tile_rows: self.tile_rows,
+        }
     }
 
     /// As `ClusterMemory::THREADS` in the kernel.
     const fn threads(&self) -> usize {
-        self.groups() * 128 + 64
-    }
-
-    const fn w_slot(&self) -> usize {
-        self.tile_rows * 2 * CHUNK
-    }
-
-    const fn x_slot(&self) -> usize {
-        self.columns() * 2 * CHUNK
+        self.rings().groups() * 128 + 64
     }
 
     /// Slots of the ring of activations and of the ring of weights: about as many of each as fit, eight at most.
     fn slots(&self) -> (usize, usize) {
-        let padding = (self.groups() * 64 - self.columns()) * 2 * CHUNK;
-        let room = SHARED_BYTES - 1024 - padding;
-        let x_slots = (room / (self.w_slot() + self.x_slot())).min(8);
-        let w_slots = ((room - x_slots * self.x_slot()) / self.w_slot()).min(8);
-        let more = room - w_slots * self.w_slot() - x_slots * self.x_slot();
-        (w_slots, (x_slots + more / self.x_slot()).min(8))
+        let (w_slot, x_slot) = (self.rings().w_slot(), self.rings().x_slot());
+        let room = SHARED_BYTES - 1024 - self.rings().padding();
+        let x_slots = (room / (w_slot + x_slot)).min(8);
+        let w_slots = ((room - x_slots * x_slot) / w_slot).min(8);
+        let more = room - w_slots * w_slot - x_slots * x_slot;
+        (w_slots, (x_slots + more / x_slot).min(8))
     }
 
     /// Slots of weights that are on their way at once; measured on an H200: more delay what comes after them.
@@ -117,10 +111,9 @@ impl Form {
     /// As `ClusterMemory::BYTES` in the kernel.
     fn shared_bytes(&self) -> usize {
         let (w_slots, x_slots) = self.slots();
-        let padding = (self.groups() * 64 - self.columns()) * 2 * CHUNK;
-        let rings = w_slots * self.w_slot() + x_slots * self.x_slot() + padding;
-        let sums = (self.splits - 1) * self.tile_rows.div_ceil(8 * self.splits) * self.groups() * 128 * 16;
-        rings.max(sums) + 16 * (w_slots + x_slots) + 8
+        let share = self.tile_rows.div_ceil(8 * self.splits);
+        let sums = (self.splits - 1) * share * self.rings().groups() * 128 * 16;
+        self.rings().bytes(w_slots, x_slots).max(sums) + barrier_bytes(w_slots, x_slots) + 8
     }
 
     fn spec(&self) -> KernelSpec {
@@ -132,16 +125,8 @@ impl Form {
             ),
             include_str!("../../kernels/cluster_product.cu"),
         )
-        .headers([
-            COMMON,
-            HOPPER,
-            WGMMA,
-            product_header(self.tile_rows / 8),
-            WIDE_COMMON,
-            CLUSTER_PRIMITIVES,
-            CLUSTER_RINGS,
-            CLUSTER,
-        ])
+        .headers(batch_headers(self.tile_rows))
+        .headers([CLUSTER_PRIMITIVES, CLUSTER_RINGS, CLUSTER])
         .define("OF_COLUMNS", self.columns())
         .define("OF_TILE", self.tile_rows)
         .define("OF_SPLITS", self.splits)
@@ -213,18 +198,10 @@ impl ClusterProduct {
             return Ok(None);
         }
         let rows = &ROWS[..needed(&ROWS, *CLUSTER_ROWS.start(), max_rows)];
-        let forms: Vec<Form> = rows
-            .iter()
-            .map(|&rows| Form::new(rows, n, multiprocessors))
-            .collect();
-        let specs: Vec<_> = forms.iter().map(Form::spec).collect();
-        let modules = compiler.load_all(device, &specs)?;
-        let kernel = |module: &cuda_graphs::Module| Ok(module.kernel("cluster_product")?);
-        let kernels: Vec<Kernel> = modules.iter().map(kernel).collect::<Result<_>>()?;
-        Ok(Some(Self {
-            kernels: forms.into_iter().zip(kernels).collect(),
-            n,
-        }))
+        let form = |&rows| Form::new(rows, n, multiprocessors);
+        let forms = rows.iter().map(form).collect();
+        let kernels = load_forms(compiler, device, forms, Form::spec, "cluster_product")?;
+        Ok(Some(Self { kernels, n }))
     }
 
     fn form(&self, rows: usize) -> Option<&(Form, Kernel)> {
@@ -259,13 +236,7 @@ impl ClusterProduct {
         let Some((form, kernel)) = self.form(rows) else {
             return refuse("rows", format!("{rows} rows at once are not possible"));
         };
-        let k = op.input.len() / rows;
-        if k == 0 || !k.is_multiple_of(CHUNK) {
-            return refuse("input", format!("of {k} columns is not possible"));
-        }
-        same("input", op.input.len(), rows * k)?;
-        same("weight", op.weight.len(), self.n * k)?;
-        aligned("weight", op.weight.ptr(), 16)?;
+        let k = inner_columns(op.input, op.weight, rows, self.n)?;
         if !matches!(op.output, StageOutput::Residual { .. }) {
             return refuse("output", "is not the residual stream".into());
         }

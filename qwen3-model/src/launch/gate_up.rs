@@ -7,10 +7,9 @@ use cuda_graphs::{
 };
 use half::bf16;
 
-use super::decode_layers::HOPPER;
-use super::wgmma::product_header;
-use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_ALL_KINDS, WIDE_COMMON, needed, rows_map};
-use super::{COMMON, aligned, refuse, same, small};
+use super::batch_rings::{BatchRings, barrier_bytes, batch_headers, inner_columns, load_forms};
+use super::wide_product::{CHUNK, SHARED_BYTES, WIDE_ALL_KINDS, needed, rows_map};
+use super::{aligned, refuse, same, small};
 use crate::Result;
 
 /// Batch rows that kernels are compiled for.
@@ -43,14 +42,16 @@ pub(super) struct Form {
 }
 
 impl Form {
-    /// Warpgroups that multiply 64 batch rows each.
-    const fn groups(&self) -> usize {
-        self.columns.div_ceil(64)
+    const fn rings(&self) -> BatchRings {
+        BatchRings {
+            columns: self.columns,
+            tile_rows: self.tile_rows,
+        }
     }
 
     /// As `GateUpMemory::THREADS` in the kernel.
     const fn threads(&self) -> usize {
-        match self.groups() {
+        match self.rings().groups() {
             4 => 512,
             groups => groups * 128 + 64,
         }
@@ -72,13 +73,9 @@ impl Form {
         }
     }
 
-    const fn x_bytes(&self) -> usize {
-        (self.x_slots() * self.columns + self.groups() * 64 - self.columns) * 2 * CHUNK
-    }
-
     /// Slots of the ring of weights: what is left.
     const fn w_slots(&self) -> usize {
-        let fit = (SHARED_BYTES - 1024 - self.x_bytes()) / (self.tile_rows * 2 * CHUNK);
+        let fit = (SHARED_BYTES - 1024 - self.rings().bytes(0, self.x_slots())) / self.rings().w_slot();
         let most = match self.output {
             Output::Plain => 40,
             _ => 10,
@@ -96,8 +93,8 @@ impl Form {
 
     /// As `GateUpMemory::BYTES` in the kernel.
     pub(super) const fn shared_bytes(&self) -> usize {
-        let rings = self.w_slots() * self.tile_rows * 2 * CHUNK + self.x_bytes();
-        rings + 16 * (self.w_slots() + self.x_slots())
+        let (w_slots, x_slots) = (self.w_slots(), self.x_slots());
+        self.rings().bytes(w_slots, x_slots) + barrier_bytes(w_slots, x_slots)
     }
 
     pub(super) fn spec(&self) -> KernelSpec {
@@ -108,13 +105,7 @@ impl Form {
             ),
             include_str!("../../kernels/gate_up.cu"),
         )
-        .headers([
-            COMMON,
-            HOPPER,
-            WGMMA,
-            product_header(self.tile_rows / 8),
-            WIDE_COMMON,
-        ])
+        .headers(batch_headers(self.tile_rows))
         .headers([cuda_graphs::Header::new(
             "gate_up.cuh",
             include_str!("../../kernels/gate_up.cuh"),
@@ -231,13 +222,9 @@ impl TileKernels {
             tile_rows,
             output,
         };
-        let forms: Vec<Form> = columns.iter().map(form).collect();
-        let specs: Vec<_> = forms.iter().map(Form::spec).collect();
-        let modules = compiler.load_all(device, &specs)?;
-        let kernel = |module: &cuda_graphs::Module| Ok(module.kernel("wide_gate_up")?);
-        let kernels: Vec<Kernel> = modules.iter().map(kernel).collect::<Result<_>>()?;
+        let forms = columns.iter().map(form).collect();
         Ok(Some(Self {
-            kernels: forms.into_iter().zip(kernels).collect(),
+            kernels: load_forms(compiler, device, forms, Form::spec, "wide_gate_up")?,
             output,
             n,
             blocks,
@@ -256,18 +243,12 @@ impl TileKernels {
         let Some((form, kernel)) = self.kernels.iter().find(|(form, _)| fits(form)) else {
             return refuse("rows", format!("{rows} rows at once are not possible"));
         };
-        let k = op.input.len() / rows;
-        if k == 0 || !k.is_multiple_of(CHUNK) {
-            return refuse("input", format!("of {k} columns is not possible"));
-        }
+        let k = inner_columns(op.input, op.weight, rows, n)?;
         let width = match self.output {
             Output::Gated | Output::GatedApart => n / 2,
             Output::Plain => n,
         };
-        same("input", op.input.len(), rows * k)?;
-        same("weight", op.weight.len(), n * k)?;
         same("output", op.out.len(), rows * width)?;
-        aligned("weight", op.weight.ptr(), 16)?;
         aligned("output", op.out.ptr(), 8)?;
         let parts = op.squares.map_or(0, |squares| squares.len() / form.columns);
         if let Some(squares) = op.squares {

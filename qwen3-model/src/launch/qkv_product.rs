@@ -8,12 +8,11 @@ use cuda_graphs::{
 };
 use half::bf16;
 
+use super::batch_rings::{BatchRings, barrier_bytes, batch_headers, inner_columns, load_forms};
 use super::cluster_product::{CLUSTER_PRIMITIVES, CLUSTER_RINGS, clusters_at_once};
-use super::decode_layers::HOPPER;
 use super::rope_write::{QkvRopeWrite, QkvRopeWriteLaunch, RowScale};
-use super::wgmma::product_header;
-use super::wide_product::{CHUNK, SHARED_BYTES, WGMMA, WIDE_COMMON, WIDE_HEAD_DIM, needed, rows_map};
-use super::{COMMON, ROPE, ROPE_WRITE, aligned, refuse, same, small};
+use super::wide_product::{CHUNK, SHARED_BYTES, WIDE_HEAD_DIM, needed, rows_map};
+use super::{ROPE, ROPE_WRITE, aligned, refuse, same, small};
 use crate::Result;
 
 const QKV_PRODUCT: Header = Header::new("qkv_product.cuh", include_str!("../../kernels/qkv_product.cuh"));
@@ -43,50 +42,43 @@ impl Form {
         self.rows / BLOCKS
     }
 
-    const fn groups(&self) -> usize {
-        self.columns().div_ceil(64)
+    const fn rings(&self) -> BatchRings {
+        BatchRings {
+            columns: self.columns(),
+            tile_rows: WIDE_HEAD_DIM,
+        }
     }
 
     /// As `QkvProductMemory::THREADS` in the kernel.
     const fn threads(&self) -> usize {
-        self.groups() * 128 + 128
+        self.rings().groups() * 128 + 128
     }
 
-    const fn w_slot(&self) -> usize {
-        WIDE_HEAD_DIM * 2 * CHUNK
-    }
-
-    const fn x_slot(&self) -> usize {
-        self.columns() * 2 * CHUNK
-    }
-
-    /// Bytes beside the rings: barriers, the norm's weights, and of each row where it goes, its angles and its scale; behind the last
-    /// slot, what the last group multiplies for no row.
+    /// Bytes beside the rings: barriers, the norm's weights, and of each row where it goes, its angles and its scale.
     const fn beside(&self, w_slots: usize, x_slots: usize) -> usize {
-        let padding = (self.groups() * 64 - self.columns()) * 2 * CHUNK;
-        padding + 16 * (w_slots + x_slots) + 16 + 4 * WIDE_HEAD_DIM + 16 * self.columns()
+        barrier_bytes(w_slots, x_slots) + 16 + 4 * WIDE_HEAD_DIM + 16 * self.columns()
     }
 
     /// Slots of the ring of weights and of the ring of activations: as many of each as fit, and one more of weights if it does.
     const fn slots(&self) -> (usize, usize) {
-        let room = SHARED_BYTES - self.beside(MOST_SLOTS, MOST_SLOTS);
-        let fit = room / (self.w_slot() + self.x_slot());
+        let room = SHARED_BYTES - self.rings().padding() - self.beside(MOST_SLOTS, MOST_SLOTS);
+        let (w_slot, x_slot) = (self.rings().w_slot(), self.rings().x_slot());
+        let fit = room / (w_slot + x_slot);
         let both = if fit < MOST_SLOTS { fit } else { MOST_SLOTS };
-        let left = room - both * (self.w_slot() + self.x_slot());
-        let more = left >= self.w_slot() && both < MOST_SLOTS;
+        let left = room - both * (w_slot + x_slot);
+        let more = left >= w_slot && both < MOST_SLOTS;
         (both + more as usize, both)
     }
 
     /// Slots of weights that are on their way at once, 16 KB each.
     const fn flying(&self) -> usize {
-        if self.groups() == 1 { 6 } else { 4 }
+        if self.rings().groups() == 1 { 6 } else { 4 }
     }
 
     /// As `QkvProductMemory::BYTES` in the kernel.
     const fn shared_bytes(&self) -> usize {
         let (w_slots, x_slots) = self.slots();
-        let rings = w_slots * self.w_slot() + x_slots * self.x_slot();
-        rings + self.beside(w_slots, x_slots)
+        self.rings().bytes(w_slots, x_slots) + self.beside(w_slots, x_slots)
     }
 
     fn spec(&self) -> KernelSpec {
@@ -95,14 +87,8 @@ impl Form {
             format!("qkv_product<{}>", self.rows),
             include_str!("../../kernels/qkv_product.cu"),
         )
-        .headers([COMMON, HOPPER, ROPE, ROPE_WRITE, WGMMA])
-        .headers([
-            product_header(WIDE_HEAD_DIM / 8),
-            WIDE_COMMON,
-            CLUSTER_PRIMITIVES,
-            CLUSTER_RINGS,
-            QKV_PRODUCT,
-        ])
+        .headers(batch_headers(WIDE_HEAD_DIM))
+        .headers([ROPE, ROPE_WRITE, CLUSTER_PRIMITIVES, CLUSTER_RINGS, QKV_PRODUCT])
         .define("OF_COLUMNS", self.columns())
         .define("OF_W_SLOTS", w_slots)
         .define("OF_X_SLOTS", x_slots)
@@ -158,14 +144,9 @@ impl QkvProduct {
             return Ok(None);
         }
         let rows = &ROWS[..needed(&ROWS, *QKV_PRODUCT_ROWS.start(), max_rows)];
-        let forms = rows.iter().map(|&rows| Form { rows });
-        let specs: Vec<_> = forms.clone().map(|form| form.spec()).collect();
-        let modules = compiler.load_all(device, &specs)?;
-        let kernel = |module: &cuda_graphs::Module| Ok(module.kernel("qkv_product")?);
-        let kernels: Vec<Kernel> = modules.iter().map(kernel).collect::<Result<_>>()?;
-        Ok(Some(Self {
-            kernels: forms.zip(kernels).collect(),
-        }))
+        let forms = rows.iter().map(|&rows| Form { rows }).collect();
+        let kernels = load_forms(compiler, device, forms, Form::spec, "qkv_product")?;
+        Ok(Some(Self { kernels }))
     }
 
     /// Whether the blocks for so many heads of `head_dim`, query, key and value heads together, keep most of `multiprocessors` at work
@@ -196,13 +177,8 @@ impl QkvProduct {
             return refuse("rows", format!("{rows} rows at once are not possible"));
         };
         let heads = op.heads.q_heads + 2 * op.heads.kv_heads;
-        let (n, k) = (heads * WIDE_HEAD_DIM, op.input.len() / rows);
-        if k == 0 || !k.is_multiple_of(CHUNK) {
-            return refuse("input", format!("of {k} columns is not possible"));
-        }
-        same("input", op.input.len(), rows * k)?;
-        same("weight", op.weight.len(), n * k)?;
-        aligned("weight", op.weight.ptr(), 16)?;
+        let n = heads * WIDE_HEAD_DIM;
+        let k = inner_columns(op.input, op.weight, rows, n)?;
         if let Some(scale) = op.scale {
             same("scaled columns", scale.width, k)?;
         }
