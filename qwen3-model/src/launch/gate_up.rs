@@ -2,13 +2,12 @@
 
 use bytemuck::{Pod, Zeroable};
 use cuda_graphs::{
-    Arch, Archs, Compiler, Device, DeviceSlice, Kernel, KernelSpec, LaunchConfig, Limits, Stream, Swizzle,
-    TensorElement, TensorMap, TensorMapSpec,
+    Arch, Archs, Compiler, Device, DeviceSlice, Kernel, KernelSpec, LaunchConfig, Limits, Stream, TensorMap,
 };
 use half::bf16;
 
 use super::batch_rings::{BatchRings, barrier_bytes, batch_headers, inner_columns, load_forms};
-use super::wide_product::{CHUNK, SHARED_BYTES, WIDE_ALL_KINDS, needed, rows_map};
+use super::wide_product::{CHUNK, SHARED_BYTES, WIDE_ALL_KINDS, needed, rows_map, weight_map};
 use super::{aligned, refuse, same, small};
 use crate::Result;
 
@@ -244,10 +243,8 @@ impl TileKernels {
             return refuse("rows", format!("{rows} rows at once are not possible"));
         };
         let k = inner_columns(op.input, op.weight, rows, n)?;
-        let width = match self.output {
-            Output::Gated | Output::GatedApart => n / 2,
-            Output::Plain => n,
-        };
+        let gated = self.output != Output::Plain;
+        let width = if gated { n / 2 } else { n };
         same("output", op.out.len(), rows * width)?;
         aligned("output", op.out.ptr(), 8)?;
         let parts = op.squares.map_or(0, |squares| squares.len() / form.columns);
@@ -260,7 +257,7 @@ impl TileKernels {
         }
         let tiles = n.div_ceil(form.tile_rows);
         let params = GateUpParams {
-            w_map: self.weight_map(op.weight, k, form)?,
+            w_map: weight_map(op.weight, n, k, gated, GROUP / 2, form.tile_rows)?,
             x_map: rows_map(op.input, rows, k, form.columns)?,
             out: op.out.ptr(),
             squares_in: op.squares.map_or(0, |squares| squares.ptr()),
@@ -279,23 +276,6 @@ impl TileKernels {
         // SAFETY: every buffer has the length that the kernel gives it, checked here, and is kept by a capture; the kernel
         // writes rows and columns that exist alone.
         Ok(unsafe { kernel.launch(stream, &config, &params) }?)
-    }
-
-    /// Boxes of 64 columns and the rows of a tile: four of gate and four of up in turn, or all in their order.
-    fn weight_map(&self, weight: DeviceSlice<'_, bf16>, k: usize, form: &Form) -> Result<TensorMap> {
-        let row = 2 * k as u64;
-        let [second_four, next] = match self.output {
-            Output::Gated | Output::GatedApart => [self.n as u64 / 2 * row, 4 * row],
-            Output::Plain => [4 * row, 8 * row],
-        };
-        let spec = TensorMapSpec {
-            element: TensorElement::Bf16,
-            dims: &[k as u64, 4, 2, (self.n / GROUP) as u64],
-            strides: &[row, second_four, next],
-            box_dims: &[CHUNK as u32, 4, 2, (form.tile_rows / GROUP) as u32],
-            swizzle: Swizzle::Bytes128,
-        };
-        Ok(TensorMap::tiled(weight, &spec)?)
     }
 }
 

@@ -332,7 +332,7 @@ impl WideProducts {
             squares_out,
         } = op.output.accept(stream, rows, n, self.squares_len(rows, n))?;
         let params = WideParams {
-            w_map: weight_map(op.weight, n, k, kind as usize == GATED)?,
+            w_map: weight_map(op.weight, n, k, kind as usize == GATED, 8, TILE_ROWS)?,
             x_map: rows_map(op.input, rows, k, form.columns)?,
             out,
             norm,
@@ -381,19 +381,27 @@ impl WideProducts {
     }
 }
 
-/// A row-major `[n, k]` matrix in boxes of 64 columns and 16 groups of eight rows: neighbouring groups, or for gate above
-/// up a group of each in turn.
-fn weight_map(matrix: DeviceSlice<'_, bf16>, n: usize, k: usize, gated: bool) -> Result<TensorMap> {
+/// A row-major `[n, k]` matrix in boxes of 64 columns and `tile_rows` rows, in groups of `group` rows, 4 or 8: neighbouring
+/// groups, or for gate above up a group of each in turn.
+pub(super) fn weight_map(
+    matrix: DeviceSlice<'_, bf16>,
+    n: usize,
+    k: usize,
+    gated: bool,
+    group: usize,
+    tile_rows: usize,
+) -> Result<TensorMap> {
     let row = 2 * k as u64;
-    let (half, pair) = match gated {
-        true => (n as u64 / 2 * row, 8 * row),
-        false => (8 * row, 16 * row),
+    let of_group = group as u64 * row;
+    let (second, pair) = match gated {
+        true => (n as u64 / 2 * row, of_group),
+        false => (of_group, 2 * of_group),
     };
     let spec = TensorMapSpec {
         element: TensorElement::Bf16,
-        dims: &[k as u64, 8, 2, (n / 16) as u64],
-        strides: &[row, half, pair],
-        box_dims: &[CHUNK as u32, 8, 2, (TILE_ROWS / 16) as u32],
+        dims: &[k as u64, group as u64, 2, (n / (2 * group)) as u64],
+        strides: &[row, second, pair],
+        box_dims: &[CHUNK as u32, group as u32, 2, (tile_rows / (2 * group)) as u32],
         swizzle: Swizzle::Bytes128,
     };
     Ok(TensorMap::tiled(matrix, &spec)?)
