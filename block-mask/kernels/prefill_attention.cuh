@@ -292,11 +292,12 @@ __device__ __forceinline__ void modify_scores(Scores& scores, const LaneRows& ro
       }
 }
 
-// Multiplies the Q tile by the softmax scale in place: exact, since the host allows it for powers of two only.
+// Multiplies the Q tile by the softmax scale in place: exact, since the host allows it for powers of two only. A barrier follows.
 __device__ __forceinline__ void prescale_query(unsigned char* q_tile, float scale, int thread) {
   u32* pairs = reinterpret_cast<u32*>(q_tile);
 #pragma unroll 4
   for (int i = thread; i < Q_BYTES / 4; i += THREADS) pairs[i] = pack_bf16(bf16_low(pairs[i]) * scale, bf16_high(pairs[i]) * scale);
+  __syncthreads();
 }
 
 // One tile. `Source` has: a type Block; int count; bool plain(j) (nothing is hidden in block j and no function applies);
@@ -341,12 +342,7 @@ __device__ __forceinline__ void prefill_tile(const bf16* q, const bf16* k, const
 #if STAGES == 1
     wait_copies<0>();
     __syncthreads();  // K(j) has landed; every warp is done with V(j - 1)
-#if PRESCALE
-    if (j == 0) {
-      prescale_query(shared, scale, thread);
-      __syncthreads();
-    }
-#endif
+    if (PRESCALE && j == 0) prescale_query(shared, scale, thread);
     load_key_block(v, block, source.limit(), v_ring, thread);
     commit_copies();
     multiply_keys(scores, q_rows, k_ring, lane);
@@ -363,12 +359,7 @@ __device__ __forceinline__ void prefill_tile(const bf16* q, const bf16* k, const
     commit_copies();
     wait_copies<2>();
     __syncthreads();  // K(j) has landed; every warp is done with V(j - 1)
-#if PRESCALE
-    if (j == 0) {
-      prescale_query(shared, scale, thread);
-      __syncthreads();
-    }
-#endif
+    if (PRESCALE && j == 0) prescale_query(shared, scale, thread);
     multiply_keys(scores, q_rows, k_ring + now, lane);
     if (!source.plain(j, block)) source.modify(scores, j, block);
     if (more) load_key_block(v, next, source.limit(), v_ring + then, thread);
