@@ -9,7 +9,7 @@ use cuda_graphs::{
 use half::bf16;
 
 use super::decode_layers::HOPPER;
-use super::stage_output::{OutputParams, StageOutput};
+use super::stage_output::{OutputParams, StageOutput, accept_squares};
 use super::unmerged::{HEADER as UNMERGED, LowRankTerm, UnmergedParams};
 use super::{COMMON, FOUR_BIT_BLOCK, FourBitBuffer, MAX_BLOCKS, aligned, refuse, same, small};
 use crate::Result;
@@ -416,10 +416,7 @@ impl FourBitLayer {
         same("input", stage.input.len(), rows * k)?;
         stage.weight.keep(stream);
         stream.keep_memory(stage.input);
-        if let Some(squares) = stage.squares {
-            same("squares", squares.len(), rows * self.blocks)?;
-            stream.keep_memory(squares);
-        }
+        let squares_in = accept_squares(stream, stage.squares, rows * self.blocks)?;
         let OutputParams {
             kind,
             units,
@@ -433,7 +430,7 @@ impl FourBitLayer {
             norm,
             normed,
             squares_out,
-            squares_in: stage.squares.map_or(0, |squares| squares.ptr()),
+            squares_in,
             kind,
             columns: k as f32,
             ..Zeroable::zeroed()

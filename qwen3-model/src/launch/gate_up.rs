@@ -7,6 +7,7 @@ use cuda_graphs::{
 use half::bf16;
 
 use super::batch_rings::{BatchRings, barrier_bytes, batch_headers, inner_columns, load_forms};
+use super::stage_output::accept_squares;
 use super::wide_product::{CHUNK, SHARED_BYTES, WIDE_ALL_KINDS, needed, rows_map, weight_map};
 use super::{aligned, refuse, same, small};
 use crate::Result;
@@ -248,10 +249,7 @@ impl TileKernels {
         same("output", op.out.len(), rows * width)?;
         aligned("output", op.out.ptr(), 8)?;
         let parts = op.squares.map_or(0, |squares| squares.len() / form.columns);
-        if let Some(squares) = op.squares {
-            same("squares", squares.len(), parts.max(1) * form.columns)?;
-            stream.keep_memory(squares);
-        }
+        let squares_in = accept_squares(stream, op.squares, parts.max(1) * form.columns)?;
         for buffer in [op.weight, op.input, op.out] {
             stream.keep_memory(buffer);
         }
@@ -260,7 +258,7 @@ impl TileKernels {
             w_map: weight_map(op.weight, n, k, gated, GROUP / 2, form.tile_rows)?,
             x_map: rows_map(op.input, rows, k, form.columns)?,
             out: op.out.ptr(),
-            squares_in: op.squares.map_or(0, |squares| squares.ptr()),
+            squares_in,
             rows: small("rows", rows)?,
             units: small("columns", width)?,
             chunks: small("chunks", k / CHUNK)?,

@@ -43,6 +43,21 @@ pub(super) struct OutputParams {
     pub squares_out: u64,
 }
 
+/// Checks the length of the sums of squares that scale a product, keeps them for a capture of `stream`, and gives their address,
+/// 0 for none.
+pub(super) fn accept_squares(
+    stream: &Stream,
+    squares: Option<DeviceSlice<'_, f32>>,
+    expected: usize,
+) -> Result<u64> {
+    let Some(squares) = squares else {
+        return Ok(0);
+    };
+    same("squares", squares.len(), expected)?;
+    stream.keep_memory(squares);
+    Ok(squares.ptr())
+}
+
 impl StageOutput<'_> {
     /// Checks the lengths for a weight of `n` rows and `rows` batch rows, and keeps the memory for a capture of `stream`.
     pub(super) fn accept(

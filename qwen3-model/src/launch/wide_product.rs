@@ -10,7 +10,7 @@ use half::bf16;
 
 use super::decode_layers::HOPPER;
 use super::rope_write::{QkvRopeWrite, QkvRopeWriteParams};
-use super::stage_output::{OutputParams, StageOutput};
+use super::stage_output::{OutputParams, StageOutput, accept_squares};
 use super::wgmma::product_header;
 use super::{COMMON, ROPE, ROPE_WRITE, aligned, refuse, same, small};
 use crate::Result;
@@ -311,10 +311,7 @@ impl WideProducts {
             return refuse("weight", format!("of {n} rows of {k} columns is not possible"));
         }
         aligned("weight", op.weight.ptr(), 16)?;
-        if let Some(squares) = op.squares {
-            same("squares", squares.len(), self.squares_len(rows, k))?;
-            stream.keep_memory(squares);
-        }
+        let squares_in = accept_squares(stream, op.squares, self.squares_len(rows, k))?;
         for buffer in [op.weight, op.input] {
             stream.keep_memory(buffer);
         }
@@ -338,7 +335,7 @@ impl WideProducts {
             norm,
             normed,
             squares_out,
-            squares_in: op.squares.map_or(0, |squares| squares.ptr()),
+            squares_in,
             partial: self.partial.as_slice().ptr(),
             arrived: self.arrived.as_slice().ptr(),
             rows: small("rows", rows)?,
