@@ -3,21 +3,19 @@
 use std::sync::Arc;
 
 use crate::Error;
-use crate::text::TextPipeline;
+use crate::text::{IncrementalDecoder, TextPipeline};
 
 /// Turns tokens into pieces of text that, put together, are the text of the whole completion.
 ///
-/// A piece is held back while it may still change: while it ends within a character, and while it may be the beginning of
-/// a stop string. A stop string that is there is held back with what follows it, until either the end of the completion
-/// says where its text ends or another token shows that it did not stop there, as before `min_tokens`.
+/// A piece is held back while it may still change: while it ends within a character (for some tokens at most), and while it
+/// may be the beginning of a stop string. A stop string that is there is held back with what follows it, until either the
+/// end of the completion says where its text ends or another token shows that it did not stop there, as before
+/// `min_tokens`.
 #[derive(Debug)]
 pub(super) struct TextStream {
     pipeline: Option<Arc<TextPipeline>>,
     stop: Arc<[String]>,
-    ids: Vec<u32>,
-    /// `ids[context..read]` gave the end of `text`; decoding starts there so that a token sees those before it.
-    context: usize,
-    read: usize,
+    decoder: IncrementalDecoder,
     text: String,
     /// Bytes of `text` that were given out.
     sent: usize,
@@ -28,9 +26,7 @@ impl TextStream {
         Self {
             pipeline,
             stop,
-            ids: Vec::new(),
-            context: 0,
-            read: 0,
+            decoder: IncrementalDecoder::new(),
             text: String::new(),
             sent: 0,
         }
@@ -44,17 +40,12 @@ impl TextStream {
         let Some(pipeline) = &self.pipeline else {
             return Ok(String::new());
         };
-        self.ids.push(id);
-        let known = pipeline.decode(&self.ids[self.context..self.read])?;
-        let longer = pipeline.decode(&self.ids[self.context..])?;
-        let new = longer.strip_prefix(known.as_str());
-        let Some(new) = new.filter(|_| !longer.ends_with(char::REPLACEMENT_CHARACTER)) else {
-            return Ok(String::new());
-        };
+        let new = self.decoder.push(pipeline, id)?;
+        if new.is_empty() {
+            return Ok(new);
+        }
         let known = self.text.len();
-        self.text.push_str(new);
-        self.context = self.read;
-        self.read = self.ids.len();
+        self.text.push_str(&new);
         let end = self.safe_end(known);
         let piece = self.text[self.sent..end].to_string();
         self.sent = end;
@@ -185,6 +176,21 @@ mod tests {
         let pieces: Vec<_> = ids.iter().map(|&id| stream.push(id).expect("decodes")).collect();
         assert_eq!(pieces.concat(), "a b c", "{pieces:?}");
         assert_eq!(pieces[0], "");
+    }
+
+    #[test]
+    fn a_stream_goes_on_while_bytes_are_broken() {
+        let pipeline = pipeline();
+        let broken = pipeline.tokenizer().encode("🤖", false).expect("encodes")[0];
+        let ids = [broken; 500];
+        let whole = pipeline.decode(&ids).expect("decodes");
+        let mut stream = TextStream::new(Some(pipeline), [].into());
+        let streamed: Vec<_> = ids.iter().map(|&id| stream.push(id).expect("decodes")).collect();
+        assert!(
+            streamed[100..].iter().all(|piece| piece == "\u{fffd}"),
+            "{streamed:?}"
+        );
+        assert_eq!(streamed.concat() + &stream.finish(&whole), whole);
     }
 
     #[test]
