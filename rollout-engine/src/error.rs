@@ -102,13 +102,25 @@ pub enum Error {
         reason: String,
     },
 
-    /// The row of logits of this request held NaN or no finite value at all, or every token with a finite one was banned.
+    /// The row of logits of this request held NaN or no finite value at all.
     #[error(
         "the logits for new token {new_token} leave no token to choose: check the model's weights and adapters for NaN or overflow"
     )]
     NonFiniteLogits {
         /// Index of the new token within the completion.
         new_token: usize,
+    },
+
+    /// Every token that the model gives a probability would have ended the completion, and was banned for that.
+    #[error(
+        "every token that could be new token {new_token} would end the completion, which min_new_tokens = \
+         {min_new_tokens} forbids: ask for fewer new tokens, or name fewer ids that end it"
+    )]
+    EveryTokenBanned {
+        /// Index of the new token within the completion.
+        new_token: usize,
+        /// As the request has it.
+        min_new_tokens: usize,
     },
 
     /// A model that is neither a folder nor an id that Hugging Face's cache on this machine knows.

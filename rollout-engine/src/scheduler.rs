@@ -354,9 +354,9 @@ impl<R: Runner> Scheduler<R> {
         };
         let SequenceId { request, index } = id;
         if token.logprob.is_nan() || token.sampled_logprob.is_nan() {
-            let new_token = sequence.token_ids.len() - sequence.prompt_len;
+            let error = sequence.nothing_to_choose(&token);
             self.release(id)?;
-            return self.finish(id, Err(Error::NonFiniteLogits { new_token }), events);
+            return self.finish(id, Err(error), events);
         }
         let version = match sequence.policy.and_then(|policy| self.named.get(policy)) {
             Some(named) => named.version,

@@ -116,6 +116,20 @@ impl Sequence {
         Ok(())
     }
 
+    /// Why no token could be chosen after the latest one, from what was reported instead, which has a NaN.
+    pub(super) fn nothing_to_choose(&self, token: &SampledToken) -> Error {
+        let new_token = self.token_ids.len() - self.prompt_len;
+        let min_new_tokens = self.sampling.min_new_tokens as usize;
+        // The policy's own probability is a number: only what the request asks for has left nothing.
+        match !token.logprob.is_nan() && new_token < min_new_tokens {
+            true => Error::EveryTokenBanned {
+                new_token,
+                min_new_tokens,
+            },
+            false => Error::NonFiniteLogits { new_token },
+        }
+    }
+
     /// The states of all ids that occur or would end the sequence, for a runner that knows nothing of it yet. `None` if
     /// sampling does not ask for them.
     pub(super) fn slot_tokens(&self) -> Option<SlotTokens> {

@@ -131,6 +131,10 @@ impl From<&Error> for ApiError {
                 param: Some("stop_token_ids".into()),
                 ..Self::bad_request(message)
             },
+            Error::EveryTokenBanned { .. } => Self {
+                param: Some(api_name("min_new_tokens").into()),
+                ..Self::bad_request(in_api_names(&message))
+            },
             Error::NoNewTokens => Self::bad_param("max_tokens", "0 cannot work: ask for at least one token"),
             Error::PromptTextTooLong { .. } => Self::bad_request(message).code("context_length_exceeded"),
             Error::InvalidParameter { parameter, .. } => Self {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use rollout_engine::{
-    Completion, DeviceChoice, Engine, EngineBuilder, FinishReason, Request, SamplingParams, StopReason,
+    Completion, DeviceChoice, Engine, EngineBuilder, Error, FinishReason, Request, SamplingParams, StopReason,
 };
 
 fn builder() -> EngineBuilder {
@@ -185,4 +185,29 @@ fn stop_ids_are_banned_until_the_fewest_tokens_are_there() {
     let first = late.token_ids.iter().position(|&id| id == stop);
     assert!(first.is_none_or(|first| first >= 20), "{:?}", late.token_ids);
     assert!(late.token_ids.len() > 20);
+}
+
+#[test]
+fn a_request_that_bans_every_token_is_told_so() {
+    let mut engine = builder().build().expect("an engine");
+    let all = 0..1024; // the model's vocabulary
+    for (temperature, top_k) in [(0.0, 0), (1.0, 0), (0.7, 5)] {
+        let mut request = prompt(5).temperature(temperature).seed(1);
+        request.sampling.top_k = top_k;
+        request.sampling.stop_token_ids = all.clone().collect();
+        request.sampling.min_new_tokens = 3;
+        let completion = engine.generate(&[request]).expect("runs").remove(0);
+        let error = completion.expect_err("nothing is left to choose");
+        assert!(
+            matches!(
+                error,
+                Error::EveryTokenBanned {
+                    new_token: 0,
+                    min_new_tokens: 3
+                }
+            ),
+            "{error}"
+        );
+        assert!(error.to_string().contains("min_new_tokens = 3"), "{error}");
+    }
 }
