@@ -70,8 +70,9 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 8192, value_parser = positive)]
     max_unfinished: usize,
 
-    /// Most connections open at once; further ones wait.
-    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = positive)]
+    /// Most connections open at once. On further ones requests for completions are answered with 429; all others, such as
+    /// `/health` and `/resume`, are served.
+    #[arg(long, value_name = "N", default_value_t = 8192, value_parser = positive)]
     max_connections: usize,
 
     /// Most bytes of a request's body.

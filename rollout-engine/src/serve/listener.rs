@@ -25,23 +25,38 @@ use super::settings::Limits;
 /// body that was refused, could take the answer from the client.
 const LINGER: Duration = Duration::from_secs(1);
 const LINGER_BYTES: usize = 64 << 20;
+/// Connections beyond the limit, for requests that are answered at once: a full server still tells its health, and can be
+/// told to go on.
+const RESERVE: usize = 32;
+/// Files of the process that are not connections.
+const OTHER_FILES: usize = 128;
 /// Pause after a connection could not be accepted, for instance because the process has too many files open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Where a limit says "any", hyper needs a time that can be added to the present one, and takes memory per header.
 const LONGEST_WAIT: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 const MOST_HEADERS: usize = 10_000;
 
+/// Who answers on a connection.
+pub(super) struct Routers {
+    pub(super) usual: Router,
+    /// On those beyond the limit.
+    pub(super) when_full: Router,
+}
+
 /// Serves connections until `shutdown`, or until the engine's thread ends by a fault, then lets requests under way finish, for at most the drain time. Those that have
 /// not finished by then are cut off.
 pub(super) async fn run(
     listener: TcpListener,
-    router: Router,
+    routers: Routers,
     app: Arc<App>,
     shutdown: impl Future<Output = ()>,
 ) {
     let limits = app.settings.limits;
-    let connections = limits.max_connections.clamp(1, Semaphore::MAX_PERMITS);
-    let permits = Arc::new(Semaphore::new(connections));
+    let most = most_open_files().saturating_sub(OTHER_FILES + RESERVE);
+    let most = most.clamp(1, Semaphore::MAX_PERMITS - RESERVE);
+    let usual = limits.max_connections.clamp(1, most);
+    let permits = Arc::new(Semaphore::new(usual + RESERVE));
+    let usual = Arc::new(Semaphore::new(usual));
     let graceful = GracefulShutdown::new();
     let mut connections = JoinSet::new();
     tokio::pin!(shutdown);
@@ -70,6 +85,11 @@ pub(super) async fn run(
         // Only a matter of speed.
         let _ = stream.set_nodelay(true);
         let stream = TokioIo::new(Socket::new(stream, limits.write_timeout));
+        let place = usual.clone().try_acquire_owned().ok();
+        let router = match place {
+            Some(_) => &routers.usual,
+            None => &routers.when_full,
+        };
         let service = TowerToHyperService::new(router.clone());
         let connection = graceful.watch(builder(&limits).serve_connection(stream, service));
         let app = app.clone();
@@ -78,7 +98,7 @@ pub(super) async fn run(
             // Clients that break off are nothing to report.
             let _ = connection.await;
             app.metrics.closed();
-            drop(permit);
+            drop((place, permit));
         });
     }
     // Before anyone can see that the end has come: what is sent from then on comes after it.
@@ -86,6 +106,16 @@ pub(super) async fn run(
     drop(listener);
     let _ = tokio::time::timeout(limits.drain_timeout, graceful.shutdown()).await;
     connections.shutdown().await;
+}
+
+/// What the system allows this process, as far as it says so.
+fn most_open_files() -> usize {
+    let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    let line = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max open files"));
+    let soft = line.and_then(|line| line.split_whitespace().next());
+    soft.and_then(|soft| soft.parse().ok()).unwrap_or(usize::MAX)
 }
 
 /// Whether a connection ended before it was accepted.

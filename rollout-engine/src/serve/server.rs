@@ -14,7 +14,7 @@ use super::admin::read_adapter;
 use super::app::{App, ModelInfo};
 use super::fingerprint;
 use super::handle::EngineHandle;
-use super::listener;
+use super::listener::{self, Routers};
 use super::policy::{Base, Policies};
 use super::router::router;
 use super::settings::ServeSettings;
@@ -194,12 +194,15 @@ impl Server {
         listener: TcpListener,
         shutdown: impl Future<Output = ()>,
     ) -> Result<(), Error> {
-        let router = router(&self.app);
+        let routers = Routers {
+            usual: router(&self.app, false),
+            when_full: router(&self.app, true),
+        };
         let shared = self.app.shared.clone();
         // Ends when it is dropped, whichever way this function ends.
         let mut watch = JoinSet::new();
         watch.spawn(async move { shared.watchdog.watch().await });
-        listener::run(listener, router, self.app.clone(), shutdown).await;
+        listener::run(listener, routers, self.app.clone(), shutdown).await;
         self.app.engine.stop();
         let Some(thread) = self.thread.take() else {
             return Ok(());

@@ -87,7 +87,8 @@ pub struct Limits {
     pub max_header_bytes: usize,
     /// Most headers of a request. Default: 100.
     pub max_headers: usize,
-    /// Most connections open at once; further ones wait to be accepted. Default: 1024.
+    /// Most connections open at once, at most what the process may have files open, less 160. Beyond it requests for completions
+    /// are answered with 429, all others are served, up to 32 at once. Default: 8192.
     pub max_connections: usize,
     /// Time for a request's headers to arrive, and for which an idle connection is kept. Default: 30 s.
     pub header_timeout: Duration,
@@ -108,7 +109,7 @@ impl Default for Limits {
             max_body_bytes: 32 << 20,
             max_header_bytes: 16 << 10,
             max_headers: 100,
-            max_connections: 1024,
+            max_connections: 8192,
             header_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(60),
             write_timeout: Duration::from_secs(120),

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use crate::client::{connect, exchange, post_bytes, read_reply, request};
-use crate::support::{completion_body, fake};
+use crate::support::{completion_body, fake, wait_until};
 
 #[test]
 fn a_full_queue_is_answered_with_429_and_a_time_to_come_back() {
@@ -160,4 +160,41 @@ fn an_idle_connection_is_closed() {
     let mut all = String::new();
     stream.read_to_string(&mut all).expect("is closed in order");
     assert!(all.starts_with("HTTP/1.1 200"), "{all}");
+}
+
+#[test]
+fn a_full_server_tells_its_health_and_can_be_told_to_go_on() {
+    let server = fake(|settings| settings.limits.max_connections = 4);
+    server.post("/pause?mode=keep", &json!({})).ok();
+    let body = serde_json::to_vec(&completion_body("base", &[1, 2, 3], 5)).expect("JSON");
+    let waiting: Vec<_> = (0..4)
+        .map(|_| {
+            let mut stream = connect(server.address);
+            stream
+                .write_all(&post_bytes("/v1/completions", &body))
+                .expect("writes");
+            stream
+        })
+        .collect();
+    wait_until("all wait", || server.metric("rollout_sequences_waiting") == 4.0);
+    // More often than there are places beyond the limit: none of them is kept.
+    for _ in 0..100 {
+        server.get("/health").ok();
+    }
+    for path in [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/inference/v1/generate",
+    ] {
+        let refused = server.post(path, &json!({}));
+        assert_eq!(refused.error(429)["code"], "too_many_connections");
+        assert_eq!(refused.header("retry-after"), Some("1"));
+        assert_eq!(refused.header("connection"), Some("close"));
+    }
+    server.post("/resume", &json!({})).ok();
+    for stream in waiting {
+        read_reply(stream).ok();
+    }
+    server.wait_for_metric("rollout_http_connections", 1.0);
+    server.complete("base", &[1, 2, 3], 5).ok();
 }
