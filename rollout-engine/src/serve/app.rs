@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use qwen3_model::Qwen3Config;
+use tokio::sync::oneshot;
 
 use super::answer::PolicyReport;
 use super::command::{JobEvent, PromptJob};
@@ -98,8 +99,13 @@ impl App {
         TokenWriter::new(&self.names, params, self.settings.logprobs_mode)
     }
 
-    /// The token ids of prompts, on a thread where that may take long.
-    pub(super) async fn encode(self: &Arc<Self>, prompts: Vec<Prompt>) -> Result<Vec<Vec<u32>>, ApiError> {
+    /// The token ids of prompts that are to be completed.
+    pub(super) async fn encode_prompts(&self, prompts: Vec<Prompt>) -> Result<Vec<Vec<u32>>, ApiError> {
+        self.encode(prompts, self.model.max_tokens).await
+    }
+
+    /// The token ids of prompts, each of fewer than `most` tokens.
+    pub(super) async fn encode(&self, prompts: Vec<Prompt>, most: usize) -> Result<Vec<Vec<u32>>, ApiError> {
         let all_ids = prompts.iter().all(|prompt| matches!(prompt, Prompt::TokenIds(_)));
         let Some(text) = self.model.text.clone().filter(|_| !all_ids) else {
             return prompts
@@ -110,17 +116,7 @@ impl App {
                 })
                 .collect();
         };
-        let max_tokens = self.model.max_tokens;
-        let encode = move || {
-            let prompts = prompts.iter();
-            prompts
-                .map(|prompt| text.encode_within(prompt, max_tokens))
-                .collect::<Result<Vec<_>, _>>()
-        };
-        match tokio::task::spawn_blocking(encode).await {
-            Ok(result) => result.map_err(|error| ApiError::from(&error)),
-            Err(_) => Err(ApiError::internal("the tokenizer's thread ended")),
-        }
+        encode(text, prompts, self.model.max_tokens, most).await
     }
 
     /// Hands prompts to the engine, after the checks that need no engine.
@@ -131,12 +127,10 @@ impl App {
         params: &Params,
     ) -> Result<RunningJob, ApiError> {
         let max_tokens = self.model.max_tokens;
-        if let Some(prompt) = prompts.iter().find(|prompt| prompt.len() >= max_tokens) {
-            return Err(ApiError::from(&Error::PromptTooLong {
-                tokens: prompt.len(),
-                max_seq_length: max_tokens,
-            }));
-        }
+        prompts
+            .iter()
+            .try_for_each(|prompt| fits(prompt, max_tokens))
+            .map_err(|error| ApiError::from(&error))?;
         if prompts.iter().any(Vec::is_empty) {
             return Err(ApiError::from(&Error::EmptyPrompt));
         }
@@ -188,9 +182,107 @@ impl App {
     }
 }
 
+/// The token ids of prompts, on a thread where that may take long. Whoever drops this, as happens when the client goes away, ends
+/// it after the prompt that is being tokenized, and so does the first prompt of `most` tokens or more.
+async fn encode(
+    text: Arc<TextPipeline>,
+    prompts: Vec<Prompt>,
+    max_tokens: usize,
+    most: usize,
+) -> Result<Vec<Vec<u32>>, ApiError> {
+    let (wanted, is_wanted) = oneshot::channel::<()>();
+    let encode = move || {
+        let mut all = Vec::with_capacity(prompts.len());
+        for prompt in &prompts {
+            if wanted.is_closed() {
+                break;
+            }
+            let ids = text.encode_within(prompt, max_tokens)?;
+            fits(&ids, most)?;
+            all.push(ids);
+        }
+        Ok(all)
+    };
+    let result = tokio::task::spawn_blocking(encode).await;
+    drop(is_wanted);
+    match result {
+        Ok(result) => result.map_err(|error: Error| ApiError::from(&error)),
+        Err(_) => Err(ApiError::internal("the tokenizer's thread ended")),
+    }
+}
+
+/// Whether a prompt leaves room for a token in a sequence of `max_tokens`.
+fn fits(prompt: &[u32], max_tokens: usize) -> Result<(), Error> {
+    match prompt.len() {
+        tokens if tokens >= max_tokens => Err(Error::PromptTooLong {
+            tokens,
+            max_seq_length: max_tokens,
+        }),
+        _ => Ok(()),
+    }
+}
+
 /// Seconds since 1970.
 pub(super) fn now() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |time| time.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::bundled;
+
+    fn pipeline() -> Arc<TextPipeline> {
+        let dir = bundled::model_dir().expect("the bundled model");
+        Arc::new(
+            TextPipeline::from_dir(dir)
+                .expect("reads")
+                .expect("has a tokenizer"),
+        )
+    }
+
+    fn prompts(n: usize) -> Vec<Prompt> {
+        vec![Prompt::Text("count ".repeat(2000)); n]
+    }
+
+    fn runtime() -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("a runtime")
+    }
+
+    #[test]
+    fn nothing_is_tokenized_for_a_client_that_went_away() {
+        let text = pipeline();
+        runtime().block_on(async {
+            let begin = Instant::now();
+            let all = encode(text.clone(), prompts(20), usize::MAX, usize::MAX).await;
+            assert_eq!(all.map(|all| all.len()), Ok(20));
+            let time_of_20 = begin.elapsed().max(Duration::from_millis(10));
+            let abandoned = encode(text.clone(), prompts(100_000), usize::MAX, usize::MAX);
+            assert!(tokio::time::timeout(time_of_20, abandoned).await.is_err());
+            let begin = Instant::now();
+            while Arc::strong_count(&text) > 1 {
+                assert!(begin.elapsed() < 500 * time_of_20, "still at it");
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        });
+    }
+
+    #[test]
+    fn a_prompt_that_is_too_long_ends_the_tokenizing_of_those_after_it() {
+        // The second would be refused for another reason.
+        let texts = ["count ".repeat(20), "count ".repeat(1000)]
+            .map(Prompt::Text)
+            .to_vec();
+        let error = runtime()
+            .block_on(encode(pipeline(), texts, 10, 10))
+            .expect_err("20 words");
+        assert!(error.message.starts_with("the prompt has 2"), "{}", error.message);
+    }
 }

@@ -27,7 +27,7 @@ pub(super) async fn chat_completions(
     // Tools are shown to the model; calls of them stay in the text as the model writes them.
     fields.neutral("tool_choice", |value| value == "auto" || value == "none")?;
     fields.finish()?;
-    let prompts = app.encode(vec![Prompt::Chat(chat)]).await?;
+    let prompts = app.encode_prompts(vec![Prompt::Chat(chat)]).await?;
     reply(&app, AnswerKind::Chat, policy, prompts, params).await
 }
 

@@ -10,6 +10,7 @@ use super::answer::AnswerKind;
 use super::app::App;
 use super::body;
 use super::error::ApiError;
+use super::fields::in_words;
 use super::params::{Dialect, Params};
 use super::reply::reply;
 use crate::request::Prompt;
@@ -23,7 +24,7 @@ pub(super) async fn completions(State(app): State<Arc<App>>, request: Request) -
     // Qwen3's tokenizer adds none.
     fields.neutral("add_special_tokens", Value::is_boolean)?;
     fields.finish()?;
-    let prompts = app.encode(prompts).await?;
+    let prompts = app.encode_prompts(prompts).await?;
     reply(&app, AnswerKind::Completion, policy, prompts, params).await
 }
 
@@ -32,7 +33,7 @@ fn prompts(value: Value) -> Result<Vec<Prompt>, ApiError> {
     let ids = |value: Value| {
         serde_json::from_value::<Vec<u32>>(value)
             .map(Prompt::TokenIds)
-            .map_err(|error| ApiError::bad_param("prompt", error))
+            .map_err(|error| ApiError::bad_param("prompt", in_words(&error)))
     };
     match value {
         Value::String(text) => Ok(vec![Prompt::Text(text)]),
@@ -55,5 +56,24 @@ fn prompts(value: Value) -> Result<Vec<Prompt>, ApiError> {
             "prompt",
             "a text, token ids, or a list of either",
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn ids_that_are_none_are_refused_in_words_of_json() {
+        for prompt in [json!([1, -1]), json!([[1, 0.5]]), json!([[1], [1u64 << 40]])] {
+            let error = prompts(prompt).expect_err("no id");
+            assert_eq!(error.param.as_deref(), Some("prompt"));
+            assert!(
+                error.message.ends_with("expected a whole number"),
+                "{}",
+                error.message
+            );
+        }
     }
 }

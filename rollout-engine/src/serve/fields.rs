@@ -131,7 +131,7 @@ impl Fields {
 }
 
 /// What serde says of a value of the wrong type, in the words of JSON instead of Rust.
-fn in_words(error: &serde_json::Error) -> String {
+pub(super) fn in_words(error: &serde_json::Error) -> String {
     let words = [
         ("a whole number", &["usize", "u32", "u64", "i64"][..]),
         ("a number", &["f32", "f64"]),

@@ -30,7 +30,7 @@ pub(super) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> R
     };
     let with_names = fields.take("return_token_strs")?.unwrap_or(false);
     fields.finish()?;
-    let tokens = app.encode(vec![prompt]).await?.concat();
+    let tokens = app.encode(vec![prompt], usize::MAX).await?.concat();
     let names = with_names.then(|| tokens.iter().map(|&token| name(&app, token)).collect::<Vec<_>>());
     let body = json!({
         "count": tokens.len(),
