@@ -59,7 +59,7 @@ pub struct ChatPrompt {
     pub tools: Option<Vec<Value>>,
     /// Whether the rendered text ends with the opening of an assistant message. Default: true.
     pub add_generation_prompt: bool,
-    /// Further template variables, such as `enable_thinking`.
+    /// Further template variables, such as `enable_thinking`; none with the name of what the fields above set.
     pub variables: Map<String, Value>,
 }
 

@@ -42,8 +42,17 @@ pub(super) fn conversation(fields: &mut Fields) -> Result<ChatPrompt, ApiError> 
     chat.tools = fields
         .take::<Vec<Value>>("tools")?
         .filter(|tools| !tools.is_empty());
-    chat.add_generation_prompt = fields.take("add_generation_prompt")?.unwrap_or(true);
     chat.variables = fields.take("chat_template_kwargs")?.unwrap_or_default();
+    let among_variables = chat.variables.shift_remove("add_generation_prompt");
+    let param = "chat_template_kwargs.add_generation_prompt";
+    chat.add_generation_prompt = match (fields.take("add_generation_prompt")?, among_variables) {
+        (given, None) => given.unwrap_or(true),
+        (given, Some(Value::Bool(also))) if given.is_none_or(|given| given == also) => also,
+        (_, Some(Value::Bool(_))) => {
+            return Err(ApiError::bad_param(param, "the request says otherwise beside it"));
+        }
+        (_, Some(_)) => return Err(ApiError::bad_param(param, "use true or false")),
+    };
     fields.neutral("continue_final_message", |value| *value == Value::Bool(false))?;
     fields.neutral("add_special_tokens", |value| *value == Value::Bool(false))?;
     Ok(chat)

@@ -19,6 +19,8 @@ use crate::request::ChatPrompt;
 /// A template may run this many instructions; a conversation of a thousand messages takes under 1 % of it. A
 /// template that loops without end is stopped with an error.
 const FUEL: u64 = 20_000_000;
+/// Variables that a [`ChatPrompt`] sets by fields of their own: among its further variables they would have no effect.
+const OWN_VARIABLES: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
 
 /// One compiled template.
 ///
@@ -97,8 +99,19 @@ impl ChatTemplate {
     /// The text of a conversation.
     ///
     /// # Errors
-    /// The template raised an exception, or met a value it cannot use.
+    /// The template raised an exception, or met a value it cannot use; or one of the prompt's variables has the name of what the
+    /// prompt says itself (`messages`, `tools`, `add_generation_prompt`).
     pub fn render(&self, chat: &ChatPrompt) -> Result<String, Error> {
+        if let Some(name) = OWN_VARIABLES
+            .iter()
+            .find(|name| chat.variables.contains_key(**name))
+        {
+            return Err(Error::ChatTemplate {
+                reason: format!(
+                    "the variable `{name}` is set by the conversation itself: leave it out of the others"
+                ),
+            });
+        }
         let mut variables = self.special_tokens.clone();
         variables.extend(chat.variables.clone());
         variables.insert("messages".into(), Json::Array(chat.messages.clone()));

@@ -305,3 +305,16 @@ fn a_model_without_a_template_refuses_conversations() {
             .is_none()
     );
 }
+
+#[test]
+fn variables_that_a_conversation_sets_itself_are_refused_among_the_others() {
+    let template = ChatTemplate::new("{{ messages[0].content }}{{ x }}", Map::new()).expect("compiles");
+    for name in ["messages", "tools", "add_generation_prompt"] {
+        let mut chat = ChatPrompt::new(vec![json!({ "role": "user", "content": "q" })]);
+        chat.variables.insert("x".into(), json!("y"));
+        assert_eq!(template.render(&chat).expect("renders"), "qy");
+        chat.variables.insert(name.into(), json!([]));
+        let error = template.render(&chat).expect_err("would be ignored");
+        assert!(error.to_string().contains(name), "{error}");
+    }
+}

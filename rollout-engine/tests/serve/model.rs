@@ -265,3 +265,39 @@ fn text_becomes_tokens_and_text_again() {
         .error(400);
     assert_eq!(error["code"], "context_length_exceeded");
 }
+
+#[test]
+fn what_a_chat_says_twice_is_said_once_or_refused() {
+    let server = server(|_| {});
+    let ask = |extra: Value| {
+        let mut body = json!({ "messages": [{ "role": "user", "content": "2 + 2" }] });
+        for (name, value) in extra.as_object().expect("an object") {
+            body[name] = value.clone();
+        }
+        server.post("/tokenize", &body)
+    };
+    let plain = ask(json!({})).ok()["tokens"].clone();
+    let without = ask(json!({ "add_generation_prompt": false })).ok()["tokens"].clone();
+    assert_ne!(plain, without);
+    // Among the template's variables, as trainers pass what they would give to `apply_chat_template`.
+    for same in [
+        json!({ "chat_template_kwargs": { "add_generation_prompt": false } }),
+        json!({ "add_generation_prompt": false, "chat_template_kwargs": { "add_generation_prompt": false } }),
+    ] {
+        assert_eq!(ask(same).ok()["tokens"], without);
+    }
+    for other in [json!(true), json!("no")] {
+        let twice = json!({ "add_generation_prompt": false, "chat_template_kwargs": { "add_generation_prompt": other } });
+        let param = ask(twice).error(400)["param"].clone();
+        assert_eq!(param, "chat_template_kwargs.add_generation_prompt");
+    }
+    for name in ["messages", "tools"] {
+        let error = ask(json!({ "chat_template_kwargs": { name: [] } })).error(400);
+        assert!(
+            error["message"]
+                .as_str()
+                .is_some_and(|message| message.contains(name)),
+            "{error}"
+        );
+    }
+}
