@@ -11,7 +11,7 @@ use lora_merge::{ActiveAdapter, Adapter};
 use qwen3_model::{Qwen3Config, Weights};
 use serde_json::{Value, json};
 
-use super::app::App;
+use super::app::{App, blocking};
 use super::body;
 use super::command::PauseMode;
 use super::error::{ApiError, json_response};
@@ -279,13 +279,4 @@ fn check_weights(dir: &Path, config: &Qwen3Config) -> Result<(), ApiError> {
     }
     Weights::open(dir, config).map_err(problem)?;
     Ok(())
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-) -> Result<T, ApiError> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(_) => Err(ApiError::internal("reading the files failed")),
-    }
 }

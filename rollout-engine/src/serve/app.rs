@@ -203,11 +203,20 @@ async fn encode(
         }
         Ok(all)
     };
-    let result = tokio::task::spawn_blocking(encode).await;
+    let result = blocking(move || encode().map_err(|error: Error| ApiError::from(&error))).await;
     drop(is_wanted);
-    match result {
-        Ok(result) => result.map_err(|error: Error| ApiError::from(&error)),
-        Err(_) => Err(ApiError::internal("the tokenizer's thread ended")),
+    result
+}
+
+/// Does what may take long on a thread of its own: those of connections go on with others meanwhile.
+pub(super) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(_) => Err(ApiError::internal(
+            "the thread of this request has ended by a fault",
+        )),
     }
 }
 

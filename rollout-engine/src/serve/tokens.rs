@@ -7,7 +7,7 @@ use axum::http::StatusCode;
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use super::app::App;
+use super::app::{App, blocking};
 use super::body;
 use super::chat;
 use super::error::{ApiError, json_response};
@@ -31,14 +31,17 @@ pub(super) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> R
     let with_names = fields.take("return_token_strs")?.unwrap_or(false);
     fields.finish()?;
     let tokens = app.encode(vec![prompt], usize::MAX).await?.concat();
-    let names = with_names.then(|| tokens.iter().map(|&token| name(&app, token)).collect::<Vec<_>>());
-    let body = json!({
-        "count": tokens.len(),
-        "max_model_len": app.model.max_tokens,
-        "tokens": tokens,
-        "token_strs": names,
-    });
-    Ok(json_response(StatusCode::OK, &body))
+    let name_all = move || {
+        let names = with_names.then(|| tokens.iter().map(|&token| name(&app, token)).collect::<Vec<_>>());
+        let body = json!({
+            "count": tokens.len(),
+            "max_model_len": app.model.max_tokens,
+            "tokens": tokens,
+            "token_strs": names,
+        });
+        Ok(json_response(StatusCode::OK, &body))
+    };
+    blocking(name_all).await
 }
 
 fn name(app: &App, token: u32) -> String {
@@ -55,14 +58,12 @@ pub(super) async fn detokenize(State(app): State<Arc<App>>, request: Request) ->
     }
     let tokens: Vec<u32> = fields.require("tokens")?;
     fields.finish()?;
-    let text = app
-        .model
-        .text
-        .as_ref()
-        .ok_or_else(|| ApiError::from(&Error::NoTokenizer))?;
-    let prompt = text
-        .tokenizer()
-        .decode(&tokens, false)
-        .map_err(|error| ApiError::from(&error))?;
+    let text = app.model.text.clone();
+    let text = text.ok_or_else(|| ApiError::from(&Error::NoTokenizer))?;
+    let decode = move || {
+        let decoded = text.tokenizer().decode(&tokens, false);
+        decoded.map_err(|error| ApiError::from(&error))
+    };
+    let prompt = blocking(decode).await?;
     Ok(json_response(StatusCode::OK, &json!({ "prompt": prompt })))
 }

@@ -7,7 +7,7 @@ use rollout_engine::{DeviceChoice, Engine, Request, SamplingParams, bundled};
 use serde_json::{Value, json};
 
 use crate::client::Reply;
-use crate::support::{Gate, Running, floats, settings, start, token_ids};
+use crate::support::{Gate, Running, floats, settings, start, token_ids, wait_until};
 
 pub(crate) fn builder() -> rollout_engine::EngineBuilder {
     Engine::builder()
@@ -300,4 +300,35 @@ fn what_a_chat_says_twice_is_said_once_or_refused() {
             "{error}"
         );
     }
+}
+
+#[test]
+fn long_texts_hold_nobody_else_up() {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    let server = server(|_| {});
+    let (begun, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let tokens = json!({ "tokens": vec![5; 2_000_000] });
+    std::thread::scope(|scope| {
+        // More than the server has threads for connections.
+        for _ in 0..4 {
+            scope.spawn(|| {
+                begun.fetch_add(1, Ordering::SeqCst);
+                server.post("/detokenize", &tokens).ok();
+                done.fetch_add(1, Ordering::SeqCst);
+            });
+        }
+        wait_until("all have begun", || begun.load(Ordering::SeqCst) == 4);
+        let mut slowest = std::time::Duration::ZERO;
+        let begin = std::time::Instant::now();
+        while done.load(Ordering::SeqCst) == 0 {
+            let asked = std::time::Instant::now();
+            server.get("/health").ok();
+            slowest = slowest.max(asked.elapsed());
+        }
+        assert!(
+            slowest < begin.elapsed() / 2,
+            "{slowest:?} of {:?}",
+            begin.elapsed()
+        );
+    });
 }
