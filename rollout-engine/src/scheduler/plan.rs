@@ -3,7 +3,7 @@
 use std::ops::Bound;
 
 use super::Scheduler;
-use super::group::Start;
+use super::group::{Start, siblings};
 use super::sequence::{Sequence, SequenceId};
 use crate::Error;
 use crate::runner::{DecodeRow, PrefillChunk, Runner, Step};
@@ -147,10 +147,15 @@ impl<R: Runner> Scheduler<R> {
     }
 
     /// Adds chunks of known tokens up to the budget: first of sequences that are under way, then of new ones. A leader
-    /// whose siblings can fork goes on when they had their chance.
+    /// whose siblings can fork goes on when they had their chance; after the last of them it has its turn by age again, since
+    /// whoever only gets what later requests leave may wait for ever.
     fn plan_prefill(&mut self, step: &mut Step, owners: &mut Vec<SequenceId>) -> Result<(), Error> {
         let mut budget = self.prefill_budget(step.decode.len());
-        let ready = self.ready_leaders();
+        let (ready, led): (Vec<_>, Vec<_>) = (self.ready_leaders().into_iter())
+            .partition(|leader| self.waiting.range(siblings(leader.request)).next().is_some());
+        for leader in led {
+            self.end_leading(leader)?;
+        }
         let under_way: Vec<_> = self
             .running
             .iter()

@@ -525,3 +525,32 @@ fn pages_that_a_group_pinned_before_the_prefix_cache_came_can_be_given_up() {
     }
     results(events, &HashMap::from([(alone, 1), (group, 80)]));
 }
+
+/// Prompts that fill each step's budget and end with their first token, one more with every step: as a stream of
+/// requests to classify would.
+#[test]
+fn the_sibling_that_computed_a_groups_prompt_is_not_passed_over_for_later_requests() {
+    for n in [2, 3] {
+        let mut scheduler = scheduler(RunnerShape {
+            vocab_size: 1000,
+            n_pages: 1 + 60,
+            ..FakeRunner::small_shape()
+        });
+        let group = scheduler
+            .submit_group(prompt(11, 0), &new_tokens(3), n)
+            .expect("fits");
+        let mut events = Vec::new();
+        for step in 0..20 {
+            scheduler
+                .submit(prompt(16, 1 + step), &new_tokens(1))
+                .expect("fits");
+            scheduler.step(&mut events).expect("steps");
+        }
+        assert!(
+            events
+                .iter()
+                .any(|event| matches!(event, Event::GroupFinished { request } if *request == group)),
+            "{n} completions of 3 tokens took more than 20 steps"
+        );
+    }
+}
