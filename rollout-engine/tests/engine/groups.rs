@@ -554,3 +554,42 @@ fn the_sibling_that_computed_a_groups_prompt_is_not_passed_over_for_later_reques
         );
     }
 }
+
+#[test]
+fn aborting_gives_back_the_pages_of_groups_and_of_the_prefix_cache_at_any_time() {
+    for (cached, n_steps) in [false, true]
+        .into_iter()
+        .flat_map(|cached| (0..20).map(move |n| (cached, n)))
+    {
+        let mut scheduler = scheduler(shape());
+        scheduler.set_prefix_cache(cached).expect("is set");
+        let submit = |scheduler: &mut Scheduler<FakeRunner>| {
+            let group = scheduler.submit_group(prompt(600, 1), &new_tokens(8), 5);
+            let alone = scheduler.submit(prompt(70, 2), &new_tokens(3));
+            HashMap::from([(group.expect("fits"), 5), (alone.expect("fits"), 1)])
+        };
+        submit(&mut scheduler);
+        let mut events = Vec::new();
+        for _ in 0..n_steps {
+            scheduler.step(&mut events).expect("steps");
+        }
+        let finished = |event: &&Event<TokenCompletion>| matches!(event, Event::Finished { .. });
+        let before = events.iter().filter(finished).count() as u64;
+        assert_eq!(scheduler.statistics().finished_completions, before);
+
+        scheduler.abort_all();
+        assert!(!scheduler.has_unfinished());
+        let pages = scheduler.pages();
+        pages.check_integrity().expect("the page table is sound");
+        assert_eq!(
+            pages.free_pages(),
+            pages.n_pages() - 1,
+            "after {n_steps} steps, prefix cache: {cached}"
+        );
+
+        let n = submit(&mut scheduler);
+        let results = finish(&mut scheduler, &n);
+        assert!(results.values().all(Result::is_ok), "{results:?}");
+        assert_eq!(scheduler.statistics().finished_completions, before + 6);
+    }
+}
