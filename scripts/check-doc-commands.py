@@ -50,6 +50,7 @@ COMMANDS = {
     "ROLLOUT_REQUIRE_NVRTC=1 cargo test -p cuda-graphs --features cuda": "ci ROLLOUT_REQUIRE_NVRTC=1",
     "scripts/gpu-tests.sh": "gpu",
     "scripts/gpu-tests.sh --sanitizer": "gpu",
+    "scripts/gpu-tests.sh --sanitizer --runs FILE": "gpu",
     "scripts/gpu-tests.sh --collect bin": "gpu",
     "scripts/gpu-tests.sh --bin bin": "gpu",
     "scripts/gpu-tests.sh --profile FILE": "gpu",
