@@ -15,11 +15,12 @@
 //! While a sibling runs the pin costs nothing. When none does and pages run short the pin is given up; the next sibling to
 //! be admitted then leads again.
 
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
 use paged_kv::{PageId, PageTable};
 
-use super::sequence::SequenceId;
+use super::sequence::{Sequence, SequenceId};
 use crate::Error;
 use crate::completion::RequestId;
 
@@ -75,6 +76,11 @@ impl Group {
 pub(super) fn siblings(request: RequestId) -> RangeInclusive<SequenceId> {
     let sibling = |index| SequenceId { request, index };
     sibling(0)..=sibling(usize::MAX)
+}
+
+/// Whether any sibling of a request is among these.
+pub(super) fn has_sibling(sequences: &BTreeMap<SequenceId, Sequence>, request: RequestId) -> bool {
+    sequences.range(siblings(request)).next().is_some()
 }
 
 /// What a sequence takes over when it gets a slot.

@@ -3,7 +3,7 @@
 use std::ops::Bound;
 
 use super::Scheduler;
-use super::group::{Start, siblings};
+use super::group::{Start, has_sibling};
 use super::sequence::{Sequence, SequenceId};
 use crate::Error;
 use crate::runner::{DecodeRow, PrefillChunk, Runner, Step};
@@ -151,8 +151,8 @@ impl<R: Runner> Scheduler<R> {
     /// whoever only gets what later requests leave may wait for ever.
     fn plan_prefill(&mut self, step: &mut Step, owners: &mut Vec<SequenceId>) -> Result<(), Error> {
         let mut budget = self.prefill_budget(step.decode.len());
-        let (ready, led): (Vec<_>, Vec<_>) = (self.ready_leaders().into_iter())
-            .partition(|leader| self.waiting.range(siblings(leader.request)).next().is_some());
+        let (ready, led): (Vec<_>, Vec<_>) =
+            (self.ready_leaders().into_iter()).partition(|leader| has_sibling(&self.waiting, leader.request));
         for leader in led {
             self.end_leading(leader)?;
         }

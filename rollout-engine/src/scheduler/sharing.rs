@@ -3,7 +3,7 @@
 use paged_kv::{PageId, Slot};
 
 use super::Scheduler;
-use super::group::{Group, Start, siblings};
+use super::group::{Group, Start, has_sibling};
 use super::sequence::SequenceId;
 use crate::Error;
 use crate::prefix_index::PrefixIndex;
@@ -206,7 +206,7 @@ impl<R: Runner> Scheduler<R> {
             && let Some(group) = self.groups.get_mut(&id.request)
             && group.shared_len > computed
             && (self.pages.free_slots() > 0 || group.pinned.is_empty())
-            && self.waiting.range(siblings(id.request)).next().is_some()
+            && has_sibling(&self.waiting, id.request)
         {
             group.leader = Some(id);
         }

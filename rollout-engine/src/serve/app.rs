@@ -243,16 +243,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::bundled;
-
-    fn pipeline() -> Arc<TextPipeline> {
-        let dir = bundled::model_dir().expect("the bundled model");
-        Arc::new(
-            TextPipeline::from_dir(dir)
-                .expect("reads")
-                .expect("has a tokenizer"),
-        )
-    }
+    use crate::text::bundled_pipeline as pipeline;
 
     fn prompts(n: usize) -> Vec<Prompt> {
         vec![Prompt::Text("count ".repeat(2000)); n]

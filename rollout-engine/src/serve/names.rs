@@ -80,15 +80,11 @@ impl Serialize for TokenName<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bundled;
+    use crate::text::bundled_pipeline;
 
     #[test]
     fn names_are_what_the_tokenizer_says_also_the_second_time_and_beyond_the_vocabulary() {
-        let dir = bundled::model_dir().expect("the bundled model");
-        let pipeline = TextPipeline::from_dir(dir)
-            .expect("reads")
-            .expect("has a tokenizer");
-        let pipeline = Arc::new(pipeline);
+        let pipeline = bundled_pipeline();
         let names = TokenNames::new(Some(pipeline.clone()));
         for token in [0, 17, 300, 17, 1_000_000] {
             let text = pipeline.tokenizer().decode(&[token], false).expect("decodes");

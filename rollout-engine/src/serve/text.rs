@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::Error;
-use crate::text::{IncrementalDecoder, TextPipeline};
+use crate::text::{IncrementalDecoder, TextPipeline, ceil_char_boundary};
 
 /// Turns tokens into pieces of text that, put together, are the text of the whole completion.
 ///
@@ -82,29 +82,11 @@ impl TextStream {
     }
 }
 
-/// The first boundary of a character at or after `at`.
-fn ceil_char_boundary(text: &str, mut at: usize) -> usize {
-    while !text.is_char_boundary(at) {
-        at += 1;
-    }
-    at
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bundled;
-    use crate::text::StopText;
+    use crate::text::{StopText, bundled_pipeline as pipeline};
     use proptest::prelude::*;
-
-    fn pipeline() -> Arc<TextPipeline> {
-        let dir = bundled::model_dir().expect("the bundled model");
-        Arc::new(
-            TextPipeline::from_dir(dir)
-                .expect("reads")
-                .expect("has a tokenizer"),
-        )
-    }
 
     fn pieces(pipeline: &Arc<TextPipeline>, ids: &[u32], stop: &[String], whole: &str) -> String {
         let mut stream = TextStream::new(Some(pipeline.clone()), stop.into());

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::TextPipeline;
+use super::{TextPipeline, ceil_char_boundary};
 use crate::Error;
 
 /// Tokens that may be held back for a character that is not complete. A character has at most four bytes.
@@ -160,10 +160,7 @@ impl StopText {
         self.text.push_str(&held);
         let found = self.stop.iter().filter_map(|stop| {
             // Only what ends in the new part: at most all but one byte of it is older.
-            let mut from = old.saturating_sub(stop.len() - 1);
-            while !self.text.is_char_boundary(from) {
-                from += 1;
-            }
+            let from = ceil_char_boundary(&self.text, old.saturating_sub(stop.len() - 1));
             Some((from + self.text[from..].find(stop.as_str())?, stop))
         });
         let Some((start, stop)) = found.min_by_key(|&(start, _)| start) else {
@@ -181,15 +178,8 @@ impl StopText {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bundled;
+    use crate::text::bundled_pipeline as pipeline;
     use proptest::prelude::*;
-
-    fn pipeline() -> TextPipeline {
-        let dir = bundled::model_dir().expect("the bundled model");
-        TextPipeline::from_dir(dir)
-            .expect("reads")
-            .expect("has a tokenizer")
-    }
 
     /// The ids of the tokens that are one byte each.
     fn byte_ids(text: &TextPipeline, bytes: &[u8]) -> Vec<u32> {
@@ -265,7 +255,7 @@ mod tests {
 
     #[test]
     fn a_stop_string_is_found_after_broken_bytes_and_a_character() {
-        let text = Arc::new(pipeline());
+        let text = pipeline();
         for n_broken in 1..2 * MAX_BROKEN {
             let bytes = [&[0x80].repeat(n_broken)[..], "😀 stop".as_bytes()].concat();
             let ids = byte_ids(&text, &bytes);
